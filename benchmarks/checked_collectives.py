@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from benchmarks.figures import Figure, bootstrap_ci95, median
+from benchmarks.figures import Figure, median
 from benchmarks.jobs import Model
 from lightning_distplus import ResilientDDP
 from lightning_distplus.testing import spawn
@@ -49,12 +49,12 @@ def _figures(size: int, num_blocks: int) -> list[Figure]:
         spread = [ours - again for ours, again in zip(arms["checked"], arms["control"], strict=True)]
         name = f"{kind}, {size} processes"
         figures += [
-            Figure(
-                name=f"{name}: added", value=median(added), unit="ms", ci95=bootstrap_ci95(added), target=_TARGET_MS,
+            Figure.of(
+                f"{name}: added", added, "ms", target=_TARGET_MS,
                 note=f"p90 {statistics.quantiles(added, n=10)[-1]:.3f}, least {min(added):.3f}; "
                 f"Lightning's own part and an all_reduce {median(arms['unchecked']):.3f}",
             ),
-            Figure(name=f"{name}: A/A", value=median(spread), unit="ms", ci95=bootstrap_ci95(spread)),
+            Figure.of(f"{name}: A/A", spread, "ms"),
         ]  # fmt: skip
     return figures
 

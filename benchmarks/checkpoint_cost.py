@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 import lightning_distplus
 from benchmarks import jobs
-from benchmarks.figures import Figure, bootstrap_ci95, median
+from benchmarks.figures import Figure, median
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.files import remove_tree
 from lightning_distplus.testing import spawn
@@ -74,8 +74,7 @@ def _figures(name: str, rounds: int, layers: int) -> Iterator[Figure]:
         what: str, of: str, to: str, target: float | None = None, note: str = "", within: dict[str, list[float]] = found
     ) -> Figure:
         ratios = [mine / theirs for mine, theirs in zip(within[of], within[to], strict=True)]
-        interval = bootstrap_ci95(ratios)
-        return Figure(name=f"{name}: {what}", value=median(ratios), unit="x", ci95=interval, target=target, note=note)
+        return Figure.of(f"{name}: {what}", ratios, "x", target=target, note=note)
 
     size = f"{median(found['bytes']) / 1e6:,.0f} MB"
     yield ratio("save", "ours", "parent", _TARGET_SYNC, f"of the parent's save: {size} in {parent_s:.2f} s")
@@ -95,14 +94,8 @@ def _figures(name: str, rounds: int, layers: int) -> Iterator[Figure]:
     note = f"the {_STEPS_BEHIND} steps with the save in them, less without one"
     yield Figure(name=f"{name}: the same with the slower steps", value=slower_s / parent_s, unit="x", note=note)
     copies = alone["copies"]
-    yield Figure(
-        name=f"{name}: memory of a background save",
-        value=median(copies),
-        unit="x",
-        ci95=bootstrap_ci95(copies),
-        target=_TARGET_MEMORY,
-        note=f"what rank 0 writes; at most {max(copies):.2f}",
-    )
+    note = f"what rank 0 writes; at most {max(copies):.2f}"
+    yield Figure.of(f"{name}: memory of a background save", copies, "x", target=_TARGET_MEMORY, note=note)
 
 
 class _Wide(pl.LightningModule):

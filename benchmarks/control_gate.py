@@ -4,12 +4,10 @@ The ranks do nothing but pass gates, all at once, with records that agree as in 
 gate comes beside milliseconds of work. Up to eight ranks are processes of one host. Between hosts each is one light
 process, since one rank of a host speaks to the store, which is a process of its own. The 1,024 ranks of the barrier are
 threads of one process.
-``python -m benchmarks.control_gate [--quick] [--processes 1 2 4 8] [--hosts 16 64 128]`` runs it alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import threading
@@ -24,7 +22,7 @@ from typing import Any
 
 from torch.distributed import HashStore, TCPStore
 
-from benchmarks.figures import Figure, bootstrap_ci95, machine, median
+from benchmarks.figures import Figure, median
 from lightning_distplus import env
 from lightning_distplus.control import Address, ControlPlane, GateRecord, StepGate, connect, disconnect
 from lightning_distplus.control.exchange import RECORD_BYTES
@@ -47,16 +45,16 @@ _THREADS = 1024
 _TARGET_BARRIER_S = 3.0
 
 
-def run(quick: bool, processes: Sequence[int] = _PROCESSES, hosts: Sequence[int] = _HOSTS) -> list[Figure]:
+def run(quick: bool) -> list[Figure]:
     """Passes 3,000 gates (quick: 300) with each number of processes, 200 (30) of hosts, and 5 barriers (1)."""
-    figures = [figure for size in processes for figure in _gate_figures(size, 300 if quick else 3000)]
-    of_hosts = {size: _pass_gates_of_hosts(size, 30 if quick else 200) for size in hosts}
+    figures = [figure for size in _PROCESSES for figure in _gate_figures(size, 300 if quick else 3000)]
+    of_hosts = {size: _pass_gates_of_hosts(size, 30 if quick else 200) for size in _HOSTS}
     barriers_s = [_barrier_of_threads(_THREADS) for _ in range(1 if quick else 5)]
     name = f"barrier, {_THREADS:,} threads"
     return [
         *figures,
         *(figure for size, found in of_hosts.items() for figure in found.figures(size)),
-        *([_modelled(of_hosts)] if of_hosts else []),
+        _modelled(of_hosts),
         Figure(name=name, value=median(barriers_s), unit="s", target=_TARGET_BARRIER_S),
         Figure(name="gate, bytes that a rank sends", value=RECORD_BYTES, unit="B", target=128, note="of any number"),
     ]
@@ -73,7 +71,7 @@ class _OfHosts:
     def figures(self, size: int) -> list[Figure]:
         name = f"gate, {size} hosts"
         return [
-            Figure(name=f"{name}, median", value=median(self.taken_ms), unit="ms", ci95=bootstrap_ci95(self.taken_ms)),
+            Figure.of(f"{name}, median", self.taken_ms, "ms"),
             Figure(name=f"{name}, calls", value=self.num_calls, unit="", target=_TARGET_CALLS, note="a host and gate"),
             Figure(
                 name=f"{name}, store CPU", value=self.store_us, unit="us", target=_TARGET_STORE_US,
@@ -94,12 +92,9 @@ def _gate_figures(size: int, num_gates: int) -> list[Figure]:
     taken_ms = [milliseconds for of_one_rank in found.values() for milliseconds in of_one_rank]
     name = f"gate, {size} process{'es' if size > 1 else ''}"
     return [
-        Figure(
-            name=f"{name}, median", value=median(taken_ms), unit="ms", ci95=bootstrap_ci95(taken_ms),
-            target=_TARGET_MS if size <= _CORES else None,
-        ),
+        Figure.of(f"{name}, median", taken_ms, "ms", target=_TARGET_MS if size <= _CORES else None),
         Figure(name=f"{name}, p90", value=statistics.quantiles(taken_ms, n=10)[-1], unit="ms"),
-    ]  # fmt: skip
+    ]
 
 
 def pass_gates(rank: int, size: int, num_gates: int) -> list[float]:
@@ -206,20 +201,3 @@ def _run_threads(calls: Sequence[tuple[Callable[..., object], tuple[Any, ...]]])
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def main() -> None:
-    """Prints the figures of this benchmark alone."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer gates and barriers")
-    parser.add_argument("--processes", type=int, nargs="*", default=_PROCESSES, help="numbers of processes")
-    parser.add_argument("--hosts", type=int, nargs="*", default=_HOSTS, help="numbers of hosts")
-    arguments = parser.parse_args()
-    print(machine())
-    for figure in run(arguments.quick, arguments.processes, arguments.hosts):
-        interval = "" if figure.ci95 is None else "[{:.3f}, {:.3f}]".format(*figure.ci95)
-        print(f"{figure.name:<28}{figure.value:>8.3f} {figure.unit:<3}{interval:<18}{figure.verdict}")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from benchmarks.figures import Figure, bootstrap_ci95, median
+from benchmarks.figures import Figure
 from lightning_distplus.data import MegatronWriter, SampleAudit, Source, TokenDataModule
 
 __all__ = ["run"]
@@ -32,9 +32,7 @@ def run(quick: bool) -> list[Figure]:
     taken_us = [nanoseconds / 1000 for nanoseconds in audit.taken_ns[_SKIPPED:]]
     mean_us = sum(taken_us) / len(taken_us)
     return [
-        Figure(
-            name="audit, median", value=median(taken_us), unit="us", ci95=bootstrap_ci95(taken_us), target=_TARGET_US
-        ),
+        Figure.of("audit, median", taken_us, "us", target=_TARGET_US),
         Figure(
             name="audit, mean", value=mean_us, unit="us", target=_TARGET_US, note="sums of 256 micro-batches included"
         ),

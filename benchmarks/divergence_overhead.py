@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from benchmarks import jobs, strategy_cost
-from benchmarks.figures import Figure, bootstrap_ci95, median
+from benchmarks.figures import Figure
 from lightning_distplus import RankDivergenceMonitor, ResilientDDP
 from lightning_distplus.divergence.gradients import BucketHook, GradientCheck, LocalGradients
 from lightning_distplus.divergence.replicas import Windows
@@ -213,10 +213,7 @@ def _window_figures(repeats: int, smaller: int) -> list[Figure]:
 def _rival_figures(quick: bool) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
         found = spawn(_rivals, 2, args=(folder, 50 if quick else 500), deadline="120s").check().results
-    return [
-        Figure(name=f"rival: {name}", value=median(taken), unit="us", ci95=bootstrap_ci95(taken))
-        for name, taken in found[0].items()
-    ]
+    return [Figure.of(f"rival: {name}", taken, "us") for name, taken in found[0].items()]
 
 
 def _rivals(rank: int, folder: str, repeats: int) -> dict[str, list[float]]:

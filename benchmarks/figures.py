@@ -31,6 +31,14 @@ class Figure:
     """The largest value that is good; None where the figure is only shown."""
     note: str = ""
 
+    @classmethod
+    def of(
+        cls, name: str, values: Sequence[float], unit: str, *, target: float | None = None, note: str = ""
+    ) -> Figure:
+        """The median of many values, with its interval."""
+        interval = bootstrap_ci95(values)
+        return cls(name=name, value=median(values), unit=unit, ci95=interval, target=target, note=note)
+
     @property
     def verdict(self) -> str:
         """Whether the target is met: "yes", "no", "within noise" where the interval holds it; "" without one."""

@@ -19,7 +19,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import DataLoader
 
 from benchmarks import jobs
-from benchmarks.figures import Figure, bootstrap_ci95, median
+from benchmarks.figures import Figure
 from benchmarks.strategy_cost import Toggle, differences, measure
 from lightning_distplus import ResilientDDP
 from lightning_distplus.strategies.collectives import Collectives
@@ -56,9 +56,7 @@ def run(quick: bool) -> list[Figure]:
             values = [value for blocks in ranks.values() for value in differences(blocks, quantity, arm)]
             name = f"toggled, {what}" if arm == "ours" else f"A/A, {what}"
             note = f"{len(values)} alternations"
-            figures.append(
-                Figure(name=name, value=median(values), unit="us/step", ci95=bootstrap_ci95(values), note=note)
-            )
+            figures.append(Figure.of(name, values, "us/step", note=note))
     return figures
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
 from benchmarks import jobs
-from benchmarks.figures import Figure, bootstrap_ci95, median
+from benchmarks.figures import Figure
 from lightning_distplus import PreemptionHandler, ResilientDDP
 from lightning_distplus.testing import spawn
 
@@ -44,23 +44,13 @@ def run(quick: bool) -> list[Figure]:
     steps = 60 if quick else 300
     answers, hooks = spawn(ready, 2, args=(steps,), deadline="120s").check().results[0]
     broadcasts = spawn(stock, 2, args=(steps,), deadline="120s").check().results[0]
+    readiness, note = [answer + hooks for answer in answers], f"{len(answers)} steps"
     return [
-        _figure("readiness to stop, a step", [answer + hooks for answer in answers], target=_TARGET_US),
-        _figure("  of it the answer to the gate", answers),
+        Figure.of("readiness to stop, a step", readiness, "us", target=_TARGET_US, note=note),
+        Figure.of("  of it the answer to the gate", answers, "us", note=note),
         Figure(name="  of it the hooks of one more callback", value=hooks, unit="us", note="the fastest of 200"),
-        _figure("stock: broadcast and synchronisation, a batch", broadcasts),
+        Figure.of("stock: broadcast and synchronisation, a batch", broadcasts, "us", note=f"{len(broadcasts)} steps"),
     ]
-
-
-def _figure(name: str, values: list[float], target: float | None = None) -> Figure:
-    return Figure(
-        name=name,
-        value=median(values),
-        unit="us",
-        ci95=bootstrap_ci95(values),
-        target=target,
-        note=f"{len(values)} steps",
-    )
 
 
 class _Timed:

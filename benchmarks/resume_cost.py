@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks import jobs, rival_jobs
-from benchmarks.figures import Figure, bootstrap_ci95, median
+from benchmarks.figures import Figure, median
 from lightning_distplus import ResilientDDP, ResumableDataModule
 from lightning_distplus.testing import spawn
 
@@ -66,13 +66,12 @@ def _compared(what: str, turns: list[dict[int, float]], target: float) -> list[F
     return [
         Figure(name=f"{what}, at 0", value=median([turn[_NEAR] for turn in turns]), unit="s"),
         Figure(name=f"{what}, at 10^9", value=median([turn[_FAR] for turn in turns]), unit="s"),
-        Figure(name=f"{what}, ratio", value=median(ratios), unit="", ci95=bootstrap_ci95(ratios), target=target),
+        Figure.of(f"{what}, ratio", ratios, "", target=target),
     ]
 
 
 def _data_module(position: int, times_ms: list[float]) -> Figure:
-    name = f"data module: reaching sample {position:,}"
-    return Figure(name=name, value=median(times_ms), unit="ms", ci95=bootstrap_ci95(times_ms), target=_TARGET_MS)
+    return Figure.of(f"data module: reaching sample {position:,}", times_ms, "ms", target=_TARGET_MS)
 
 
 def _part(turn: dict[int, dict[str, float]], name: str) -> dict[int, float]:

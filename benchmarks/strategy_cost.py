@@ -77,8 +77,7 @@ def figures_of(name: str, ranks: Mapping[int, Blocks]) -> list[Figure]:
     calls = ", ".join(f"{arm} {median(arms[arm]['gate_us']):,.0f} us" for arm in ARMS)
 
     def figure(what: str, values: Sequence[float], unit: str, target: float | None = None, note: str = "") -> Figure:
-        ci95 = bootstrap_ci95(values)
-        return Figure(name=f"{name}: {what}", value=median(values), unit=unit, ci95=ci95, target=target, note=note)
+        return Figure.of(f"{name}: {what}", values, unit, target=target, note=note)
 
     steps = f"rank {worse}, steps of {step_us / 1000:.1f} ms, {len(wall)} alternations"
     return [

@@ -27,6 +27,7 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.plane import Peer
 from lightning_distplus.watchdog import Marks, Watchdog
 from lightning_distplus.watchdog.heartbeat import NUM_READERS
+from lightning_distplus.watchdog.watchdog import WatchedRun
 from lightning_distplus.world import World, name_ranks
 
 __all__ = ["Outcome", "measure", "run"]
@@ -127,7 +128,7 @@ def _await_verdict(folder: Path, silent_at: float, deadline_s: float, seen: Outc
 
 
 @dataclass
-class _Limits:
+class _Limits(WatchedRun):
     deadline: timedelta | None
     last_deadline: timedelta | None = None
 

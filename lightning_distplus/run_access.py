@@ -42,7 +42,8 @@ def host_of(trainer: Trainer) -> Host:
 class Host:
     """The control plane, the gate, the ledger and the deadlines of a run: those of our strategy."""
 
-    owns_gate = False
+    is_stock = False
+    """Whether the strategy is Lightning's: who asks for the gate opens it, and nobody has compared the ranks yet."""
     plane: ControlPlane
     folder: Path
 
@@ -78,7 +79,7 @@ class Host:
 class _Stock(Host):
     """On a strategy of Lightning's: the store of the default process group carries the messages."""
 
-    owns_gate = True
+    is_stock = True
 
     def __init__(self, trainer: Trainer) -> None:
         self.plane = connect_over(World.of(trainer), _compat.default_store(), self.patience)

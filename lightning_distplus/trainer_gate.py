@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, Waits, Wish
+from lightning_distplus.control import ControlPlane, GateRecord, StepGate, Waits, Wish, active_points
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.majority import disagreement
 
@@ -104,9 +104,6 @@ class GateParticipant:
     def on_wait(self, moment: Moment) -> None:
         """This rank begins to wait for the others."""
 
-    def on_waited(self) -> None:
-        """This rank waits no more, however that ended."""
-
     def fields(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Further fields of ``GateRecord`` for the record of a step."""
         return {}
@@ -134,14 +131,11 @@ class BatchGate:
         trainer: The Trainer, before its signal handlers are registered.
         plane: The control plane.
         waits: Knows how long to wait; asked at each gate.
-        points: The named points of the run, where the strategy checks them: those that wait at one see who waits here,
-            and a wait for one of them ends.
     """
 
-    def __init__(self, trainer: Trainer, plane: ControlPlane, *, waits: Waits, points: Points | None = None) -> None:
+    def __init__(self, trainer: Trainer, plane: ControlPlane, *, waits: Waits) -> None:
         self._trainer = trainer
         self._gate = StepGate(plane, name=f"run-{next(_runs)}", must_agree=_MUST_AGREE)
-        self._points = points
         self._waits = waits
         self._sigterm_seen = False
         self._last: GateRecord | None = None
@@ -212,16 +206,14 @@ class BatchGate:
         while True:
             for one in self._participants:
                 one.on_wait(moment)
-            record = self._record(moment, flags, fields)
-            if self._points is not None:
-                self._points.enter_gate(record)
+            record, points = self._record(moment, flags, fields), active_points()
+            if points is not None:  # who waits at one of them sees who waits here, and a wait for one of them ends
+                points.enter_gate(record)
             try:
                 records = self._gate.exchange(record, self._waits.patience)
             finally:
-                if self._points is not None:
-                    self._points.leave_gate()
-                for one in self._participants:
-                    one.on_waited()
+                if points is not None:
+                    points.leave_gate()
             said = set(map(_DECISIONS, records))
             for decisions in said:
                 if decisions & _LASTING:

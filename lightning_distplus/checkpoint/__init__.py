@@ -2,9 +2,7 @@
 
 from lightning_distplus.checkpoint.catalog import (
     CheckpointState,
-    FileFinding,
     Report,
-    is_committed,
     is_last_valid,
     newest_valid,
     read_manifest,
@@ -13,19 +11,14 @@ from lightning_distplus.checkpoint.catalog import (
     verify,
     verify_or_raise,
 )
-from lightning_distplus.checkpoint.commit import Gather, gather_alone, info_like
-from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
+from lightning_distplus.checkpoint.commit import info_like
+from lightning_distplus.checkpoint.manifest import Manifest
 
 __all__ = [
     "CheckpointState",
-    "FileEntry",
-    "FileFinding",
-    "Gather",
     "Manifest",
     "Report",
-    "gather_alone",
     "info_like",
-    "is_committed",
     "is_last_valid",
     "newest_valid",
     "read_manifest",

@@ -71,6 +71,12 @@ class Report:
         """Whether it is committed and every checked file is as it was then."""
         return self.state is CheckpointState.COMMITTED and not self.findings
 
+    @property
+    def reference(self) -> dict[str, str] | None:
+        """What the manifest of a checkpoint that follows it says of it, where it is committed."""
+        digest = self.manifest_xxh3_128
+        return None if digest is None else {"path": str(self.path.absolute()), "manifest_xxh3_128": digest}
+
 
 # -- the newest one of a folder ----------------------------------------------------------------------------------------
 
@@ -97,15 +103,15 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collectio
     """
     _check_mode(verify)
     successors = dict(_children(Path(directory)))
-    looked = [_look(path) for path in successors]
+    looked = [look(path) for path in successors]
     line = line_of_newest(looked)
     for candidate in newest_first(looked, line):
         if candidate.state in (CheckpointState.UNMANIFESTED, CheckpointState.MISSING) or candidate.path in but:
             continue
         successor = successors[candidate.path]
-        if successor is not None and successor not in but and _look(successor, verify).ok:
+        if successor is not None and successor not in but and look(successor, verify).ok:
             continue
-        report = _look(candidate.path, verify)
+        report = look(candidate.path, verify)
         if report.ok:
             if not but:
                 _warn_of_line_left(report, looked, line)
@@ -172,17 +178,17 @@ def _warn_of_line_left(chosen: Report, others: Iterable[Report], line: Collectio
 
 def committed_in(directory: Path) -> list[Report]:
     """The committed children of a folder, the newest first; links to siblings and what lies aside are left out."""
-    found = [_look(path) for path, moved_from in _children(directory) if moved_from is None]
+    found = [look(path) for path, moved_from in _children(directory) if moved_from is None]
     committed = [report for report in found if report.ok]
     return newest_first(committed, line_of_newest(committed))
 
 
 def whole_one_of(path: Path) -> Path:
     """The checkpoint at ``path``; where that is gone or damaged, the newest whole one that a killed save left aside."""
-    report = _look(path, "size")
+    report = look(path, "size")
     if report.ok or report.state is CheckpointState.UNMANIFESTED:
         return path
-    asides = [_look(aside, "size") for aside, target in files.asides_in(path.parent) if target.name == path.name]
+    asides = [look(aside, "size") for aside, target in files.asides_in(path.parent) if target.name == path.name]
     whole = [(found.manifest.committed_at, found.path) for found in asides if found.ok and found.manifest is not None]
     if not whole:
         return path
@@ -193,7 +199,7 @@ def whole_one_of(path: Path) -> Path:
 def asides_without_target(directory: Path) -> list[Path]:
     """Whole checkpoints that a killed save has left aside while there is nothing at their place."""
     return [
-        path for path, target in files.asides_in(directory) if not os.path.lexists(target) and _look(path, "size").ok
+        path for path, target in files.asides_in(directory) if not os.path.lexists(target) and look(path, "size").ok
     ]
 
 
@@ -209,7 +215,19 @@ def verify(path: str | Path, mode: Mode = "full", *, on_bytes: Callable[[int], o
         on_bytes: Told how many bytes were read, for a progress bar.
     """
     _check_mode(mode)
-    return _look(Path(path), mode, on_bytes)
+    return look(Path(path), mode, on_bytes)
+
+
+def look(path: Path, mode: Mode | None = None, on_bytes: Callable[[int], object] | None = None) -> Report:
+    """The report of manifest and marker, and by a mode of the files; looks again where a save has replaced it."""
+    for _ in range(_LOOKS):
+        before = _whereabouts(path)
+        report = _inspect_once(path)
+        if mode is not None and report.ok and report.manifest is not None:
+            report = replace(report, findings=tuple(_findings(_real(path), report.manifest.files, mode, on_bytes)))
+        if _whereabouts(path) == before:
+            break
+    return report
 
 
 def verify_or_raise(path: str | Path, mode: Mode = "full") -> Manifest:
@@ -229,12 +247,7 @@ def verify_or_raise(path: str | Path, mode: Mode = "full") -> Manifest:
 
 def state(path: str | Path) -> CheckpointState:
     """What manifest and marker say about a path; its other files are not looked at."""
-    return _look(Path(path)).state
-
-
-def is_committed(path: str | Path) -> bool:
-    """Whether a path is a committed checkpoint; its files are not verified."""
-    return state(path) is CheckpointState.COMMITTED
+    return look(Path(path)).state
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -244,7 +257,7 @@ def read_manifest(path: str | Path) -> Manifest:
         CheckpointCorrupt: There is none, or it is malformed.
         CheckpointMismatch: It has another version.
     """
-    if (found := _look(Path(path)).manifest) is not None:
+    if (found := look(Path(path)).manifest) is not None:
         return found
     file = files.meta_folder(_real(Path(path))) / MANIFEST
     try:
@@ -254,24 +267,6 @@ def read_manifest(path: str | Path) -> Manifest:
             f"The checkpoint {path} has no readable manifest: {_reason(error)}. It was not saved through a Resilient "
             "strategy, or is damaged; `state` tells which."
         ) from error
-
-
-def reference(path: Path) -> dict[str, str] | None:
-    """A committed checkpoint by its path and the digest of its manifest, for the manifest of one that follows it."""
-    digest = _look(path).manifest_xxh3_128
-    return None if digest is None else {"path": str(path.absolute()), "manifest_xxh3_128": digest}
-
-
-def _look(path: Path, mode: Mode | None = None, on_bytes: Callable[[int], object] | None = None) -> Report:
-    """The report of manifest and marker, and by a mode of the files; looks again where a save has replaced it."""
-    for _ in range(_LOOKS):
-        before = _whereabouts(path)
-        report = _inspect_once(path)
-        if mode is not None and report.ok and report.manifest is not None:
-            report = replace(report, findings=tuple(_findings(_real(path), report.manifest.files, mode, on_bytes)))
-        if _whereabouts(path) == before:
-            break
-    return report
 
 
 def _whereabouts(path: Path) -> tuple[Any, ...]:
@@ -428,7 +423,7 @@ def place_of(path: Path) -> list[Any] | None:
     committed checkpoint whose files have the right sizes.
     """
     try:
-        report = _look(path, "size")
+        report = look(path, "size")
         file = (files.meta_folder(_real(path)) / MANIFEST).stat()
     except OSError:
         return None

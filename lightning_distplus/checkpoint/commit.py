@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_distplus.checkpoint import files
-from lightning_distplus.checkpoint.catalog import CheckpointState, is_committed, read_manifest, reference, verify
+from lightning_distplus.checkpoint.catalog import CheckpointState, look, verify
 from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, DigestedWrites, Stage, Sync
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 from lightning_distplus.errors import ExitCode, SaveFailed
@@ -41,15 +41,16 @@ def info_like(source: Path, *, is_successor: bool = False) -> Manifest:
     The copy counts as a little older, so that a run goes on from the source, and never from the copy of an older one;
     as a little newer where it is the successor, from which a run is to go on instead.
     """
-    if not is_committed(source):
+    report = look(source)
+    if report.manifest is None or not report.ok:
         return Manifest(global_step=0, epoch=0, strategy="unknown")
-    manifest = read_manifest(source)
+    manifest = report.manifest
     return Manifest(
         global_step=manifest.global_step,
         epoch=manifest.epoch,
         strategy=manifest.strategy,
         data=manifest.data,
-        parent=reference(source),
+        parent=report.reference,
         committed_at=math.nextafter(manifest.committed_at, math.inf if is_successor else 0.0),
     )
 
@@ -66,10 +67,10 @@ Count: TypeAlias = Callable[[], dict[str, Any]]
 def commit(
     target: Path,
     write: Callable[[Path], object],
-    *,
-    rank: int,
-    gather: Gather,
     info: Manifest,
+    *,
+    rank: int = 0,
+    gather: Gather = gather_alone,
     sync: Sync | None = os.fsync,
 ) -> Manifest | None:
     """Saves a checkpoint that exists on all ranks' word, or not at all. All ranks call it together.
@@ -79,9 +80,9 @@ def commit(
     Args:
         target: Path of the checkpoint; rank 0's holds for all ranks.
         write: The save itself, given the path to write to: a file that rank 0 writes, or a directory that all fill.
+        info: What the manifest says of the run; rank 0's is used. Without a ``committed_at`` it is committed now.
         rank: This process's rank.
         gather: How the ranks exchange their outcomes.
-        info: What the manifest says of the run; rank 0's is used. Without a ``committed_at`` it is committed now.
         sync: Forces files, folders and moves to the disk; None is for tests.
 
     Returns:
@@ -268,7 +269,7 @@ class StagedSave:
             ),
             tensors=self._collect_tensors([rank for rank, share in enumerate(shares) if share["has_tensors"]]),
         )
-        publish(self.stage, self.manifest, sync=self._digested.sync)
+        publish(self.stage, self.manifest.to_json().encode(), sync=self._digested.sync)
 
     def _collect_tensors(self, ranks: list[int]) -> dict[str, str] | None:
         if not ranks:
@@ -314,10 +315,10 @@ def _lament(error: BaseException, rank: int) -> dict[str, Any]:
 _META_OF_NEW, _OLD = "meta", "old"  # in a draft
 
 
-def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
+def publish(stage: Stage, manifest: bytes, *, sync: Sync | None) -> None:
     """Makes the payload of ``stage``, whose files are on the disk, the committed checkpoint at its target, in one step.
 
-    ``sync`` forces every move to the disk before the next one.
+    ``manifest`` is the text of it. ``sync`` forces every move to the disk before the next one.
 
     Raises:
         OSError: The checkpoint is not committed, and what was at the target is there.
@@ -346,13 +347,12 @@ def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
         logger.warning("%s is committed; what saves of it have left cannot be cleared away (%s)", stage.target, error)
 
 
-def _write_meta(stage: Stage, manifest: Manifest, is_directory: bool, sync: Sync | None) -> Path:
+def _write_meta(stage: Stage, manifest: bytes, is_directory: bool, sync: Sync | None) -> Path:
     """Makes the stage a committed checkpoint, where nobody looks yet."""
     meta = files.meta_folder(stage.payload, is_directory=is_directory)
     meta.mkdir(parents=True, exist_ok=True)
-    content = manifest.to_json().encode()
-    marker = json.dumps({"version": 1, "manifest_xxh3_128": files.bytes_digest(content)}) + "\n"
-    files.write_file(meta / MANIFEST, content, sync=sync)
+    marker = json.dumps({"version": 1, "manifest_xxh3_128": files.bytes_digest(manifest)}) + "\n"
+    files.write_file(meta / MANIFEST, manifest, sync=sync)
     files.write_file(meta / MARKER, marker.encode(), sync=sync)
     for folder in (*files.list_folders(stage.payload), meta, stage.folder, stage.folder.parent, stage.target.parent):
         files.sync_folder(folder, sync=sync)

@@ -20,9 +20,8 @@ from lightning_distplus.checkpoint.catalog import (
     CheckpointState,
     Report,
     line_of_newest,
+    look,
     newest_first,
-    read_manifest,
-    reference,
 )
 from lightning_distplus.checkpoint.commit import claim, publish
 from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, Stage
@@ -73,17 +72,19 @@ class Copies:
             CheckpointCorrupt: It is not committed.
             FileNotFoundError: It was removed or replaced meanwhile.
         """
-        before, manifest, meta = reference(path), read_manifest(path), files.meta_folder(path)
+        before, meta = look(path), files.meta_folder(path)
+        if not before.ok or before.manifest is None:
+            raise CheckpointCorrupt(f"{path} is {before.state.value}: nothing that is not committed is copied.")
         documents = {name: (meta / name).read_bytes() for name in (MANIFEST, MARKER)}
         copy = _Copy(self._root, path.name, path.is_dir())
         self._unmark(copy)
-        for entry in manifest.files:
+        for entry in before.manifest.files:
             there = copy.file(entry.path)
             self._fs.makedirs(there.rpartition("/")[0], exist_ok=True)
             self._fs.put_file(str(path / entry.path if path.is_dir() else path), there)
             if self._fs.size(there) != entry.size_bytes:
                 raise OSError(f"{there} has {self._fs.size(there)} bytes after it was copied, not {entry.size_bytes}")
-        if before is None or reference(path) != before:
+        if look(path).reference != before.reference:
             raise FileNotFoundError(f"{path} was removed or replaced while it was copied")
         self._fs.makedirs(copy.meta, exist_ok=True)
         for document, content in documents.items():  # the marker last
@@ -142,7 +143,7 @@ class Copies:
                 found = files.digest_file(here, sync=os.fsync).xxh3_128
                 if found != entry.xxh3_128:
                     raise CheckpointCorrupt(f"{there}: expected digest {entry.xxh3_128}, found {found}")
-            publish(stage, report.manifest, sync=os.fsync)
+            publish(stage, self._fs.cat_file(f"{copy.meta}/{MANIFEST}"), sync=os.fsync)
         except BaseException:
             files.remove_tree(stage.folder)
             raise

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.catalog import FileFinding, verify
-from lightning_distplus.checkpoint.commit import commit, gather_alone, info_like
+from lightning_distplus.checkpoint.commit import commit, info_like
 from lightning_distplus.checkpoint.files import beside, leftovers_of
 from lightning_distplus.checkpoint.tensors import Piece, Sums, differing, named_tensors, sums_of_pieces
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
@@ -243,7 +243,7 @@ def convert(source: Path, target: Path) -> None:
         (stage / "latest").write_text(_TAG)  # Lightning's sign of a DeepSpeed folder
 
     info = replace(info_like(source, is_successor=True), strategy="ResilientDeepSpeed")
-    commit(target, write, rank=0, gather=gather_alone, info=info)
+    commit(target, write, info)
 
 
 def converted_beside(source: Path) -> Path:

@@ -166,17 +166,25 @@ distplus prepare data/code.jsonl --output data/code --vocab_size 4096 --append_e
 distplus prepare data/prose.jsonl --output data/prose --tokenizer data/code.tokenizer.json --append_eod"""
 _PREPARE_1B = """distplus prepare slimpajama/ --output data/slimpajama --tokenizer llama2/ --append_eod
 distplus prepare starcoder/ --output data/starcoder --tokenizer llama2/ --append_eod"""
-_TWO_HOSTS = "--nnodes 2 --nproc 8 --rdzv HOST:29400 --job-id tinyllama"
+# The base file of the recipe, the commands that make its data, and where it runs.
+_SIZES = {
+    "cpu": ("tiny_cpu", _PREPARE_TINY, "--nproc 2"),
+    "1.1b": ("tinyllama_1.1b", _PREPARE_1B, "--nnodes 2 --nproc 8 --rdzv HOST:29400 --job-id tinyllama"),
+}
 
 
 def run_init(argv: Sequence[str]) -> int:
-    """Exit code 0 where the files are written, 1 where one of them exists."""
+    """Exit code 0.
+
+    Raises:
+        FileExistsError: One of the files is there.
+    """
     parser = argparse.ArgumentParser(
         prog="distplus init",
         description="Writes a starting point into the current folder: a script, or the files of a recipe.",
     )
     parser.add_argument("what", nargs="?", choices=("script", "tinyllama"), default="script", help="default: script")
-    parser.add_argument("--size", choices=("cpu", "1.1b"), default="cpu", help="of tinyllama (default: cpu)")
+    parser.add_argument("--size", choices=tuple(_SIZES), default="cpu", help="of tinyllama (default: cpu)")
     of_strategy = f"of tinyllama: {', '.join(recipes.strategies())} (default: fsdp)"
     parser.add_argument("--strategy", choices=recipes.strategies(), default="fsdp", metavar="NAME", help=of_strategy)
     parser.add_argument("--overwrite", action="store_true", help="write over files of these names")
@@ -185,25 +193,18 @@ def run_init(argv: Sequence[str]) -> int:
         sources = [Path(recipes.__file__).with_name("train.py")]
         commands = ["python train.py"]
     else:
-        model = f"tiny_{arguments.size}" if arguments.size == "cpu" else f"tinyllama_{arguments.size}"
+        model, prepare, where = _SIZES[arguments.size]
         sources = recipes.files(f"{model}_{arguments.strategy}")
         configs = " ".join(f"--config {source.name}" for source in sources)
-        is_tiny = arguments.size == "cpu"
-        commands = [
-            *(_PREPARE_TINY if is_tiny else _PREPARE_1B).splitlines(),
-            f"distplus rehearse {configs}",
-            f"distplus launch {'--nproc 2' if is_tiny else _TWO_HOSTS} -- fit {configs}",
-        ]
+        run = [f"distplus rehearse {configs}", f"distplus launch {where} -- fit {configs}"]
+        commands = [*prepare.splitlines(), *run]
     there = [source.name for source in sources if Path(source.name).exists()]
     if there and not arguments.overwrite:
-        print(f"distplus init: {there[0]} exists here. Write over it with --overwrite.", file=sys.stderr)
-        return 1
+        raise FileExistsError(f"{there[0]} exists here. Write over it with --overwrite.")
     for source in sources:
         shutil.copyfile(source, source.name)
         print(f"wrote {source.name}")
-    print("next:")
-    for command in commands:
-        print(f"  {command}")
+    print("next:", *(f"  {command}" for command in commands), sep="\n")
     return 0
 
 

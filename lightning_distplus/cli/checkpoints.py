@@ -12,22 +12,19 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Column, Table
+from rich.text import Text
 
 from lightning_distplus import recipes
 from lightning_distplus.checkpoint import (
     CheckpointState,
     Manifest,
     Report,
-    gather_alone,
     info_like,
     state,
     verify,
@@ -36,6 +33,7 @@ from lightning_distplus.checkpoint import (
 from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested, checkpoints_in
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.checkpoint.files import in_role
+from lightning_distplus.cli import count, moment, print_json, stdout, table
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe
 
 if TYPE_CHECKING:
@@ -53,7 +51,11 @@ TRUST_HELP = "read pickles that name more than tensors and plain data, and run w
 
 
 def run_verify(argv: Sequence[str]) -> int:
-    """Exit code 0 where every checkpoint is committed and sound, 1 where one is not, or where there is none."""
+    """Exit code 0 where every checkpoint is committed and sound, 1 where one is not.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
     parser = argparse.ArgumentParser(prog="distplus verify", description="Checks checkpoints against their manifests.")
     deep = "also compare every tensor with its fingerprint and, without a manifest, the CRC of every member"
     add = parser.add_argument
@@ -65,21 +67,16 @@ def run_verify(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     folder: Path = arguments.folder
     if not folder.exists():
-        print(f"distplus verify: {folder} does not exist.", file=sys.stderr)
-        return 1
+        raise FileNotFoundError(f"{folder} does not exist.")
     own = state(folder) in (CheckpointState.COMMITTED, CheckpointState.TORN) or folder.is_file()
     paths = [folder] if own else checkpoints_in(folder)
     if not paths:
         below = [str(path) for path in sorted(folder.iterdir()) if path.is_dir() and checkpoints_in(path)]
         hint = f" There are some in {', '.join(below)}." if below else ""
-        print(f"distplus verify: there is no checkpoint in {folder.absolute()}.{hint}", file=sys.stderr)
-        return 1
-    reports = sorted(
-        _verify(paths, "size" if arguments.quick else "full", arguments),
-        key=lambda one: getattr(one.manifest, "global_step", -1),
-    )
+        raise FileNotFoundError(f"there is no checkpoint in {folder.absolute()}.{hint}")
+    reports = sorted(_verify(paths, arguments), key=lambda one: getattr(one.manifest, "global_step", -1))
     if arguments.json:
-        print(json.dumps({"version": 1, "checkpoints": [_as_json(report) for report in reports]}, indent=2))
+        print_json({"version": 1, "checkpoints": [_as_json(report) for report in reports]})
     else:
         _print(reports)
         if kept := in_role(folder, "torn"):
@@ -88,8 +85,9 @@ def run_verify(argv: Sequence[str]) -> int:
     return 0 if all(report.ok for report in reports) else 1
 
 
-def _verify(paths: Sequence[Path], mode: Mode, arguments: argparse.Namespace) -> list[Report]:
+def _verify(paths: Sequence[Path], arguments: argparse.Namespace) -> list[Report]:
     """The reports, with a progress bar on standard error where that is a terminal."""
+    mode: Mode = "size" if arguments.quick else "full"
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     reports = []
@@ -140,25 +138,19 @@ def _as_json(report: Report) -> dict[str, Any]:
     }
 
 
-_WIDTH_OF_A_FILE = 400  # a name stands in one line there
-
-
 def _print(reports: Sequence[Report]) -> None:
-    is_terminal = sys.stdout.isatty()
-    columns = (Column("checkpoint", overflow="fold"), "verdict", "step", "ranks", "files", "MB", "committed (UTC)")
-    table = Table(*columns, box=HEAVY_HEAD if is_terminal else None, pad_edge=is_terminal)
+    shown = table("checkpoint", "verdict", "step", "ranks", "files", "MB", "committed (UTC)")
     for report in reports:
         verdict = _verdict(report)
-        table.add_row(report.path.name, f"[{_COLOURS[verdict]}]{verdict}", *_facts(report))
-    console = Console(soft_wrap=not is_terminal, width=None if is_terminal else _WIDTH_OF_A_FILE)
-    console.print(table)
+        shown.add_row(Text(report.path.name), Text(verdict, style=_COLOURS[verdict]), *_facts(report))
+    stdout().print(shown)
     for report in reports:
         for finding in report.findings:
-            console.print(f"{report.path.name}: {finding}", markup=False, highlight=False, soft_wrap=True)
-    counts = Counter(_verdict(report) for report in reports)
+            print(f"{report.path.name}: {finding}")
     size_mb = sum(report.manifest.size_bytes for report in reports if report.manifest is not None) / 1e6
-    what = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    console.print(f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}, {size_mb:,.1f} MB: {what}", highlight=False)
+    verdicts = Counter(map(_verdict, reports))
+    what = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
+    print(f"{count(len(reports), 'checkpoint')}, {size_mb:,.1f} MB: {what}")
 
 
 _COLOURS = {"valid": "green", "refused": "yellow", "unverified": "yellow", "damaged": "red", "torn": "red"}
@@ -178,9 +170,8 @@ def _facts(report: Report) -> list[str]:
     manifest = report.manifest
     if manifest is None:
         return [""] * 5
-    committed = datetime.fromtimestamp(manifest.committed_at, tz=timezone.utc)
-    counts = [str(manifest.global_step), str(manifest.world_size), str(len(manifest.files))]
-    return [*counts, f"{manifest.size_bytes / 1e6:.1f}", f"{committed:%Y-%m-%d %H:%M:%S}"]
+    numbers = [str(manifest.global_step), str(manifest.world_size), str(len(manifest.files))]
+    return [*numbers, f"{manifest.size_bytes / 1e6:.1f}", moment(manifest.committed_at)]
 
 
 # -- distplus export ---------------------------------------------------------------------------------------------------
@@ -193,19 +184,21 @@ _Rows = list[tuple[str, str, str]]
 
 def print_rows(title: str, rows: _Rows) -> None:
     """Says of each part of a checkpoint what is there and what becomes of it; a line each where nobody looks on."""
+    print(title)
     if not sys.stdout.isatty():
-        print(title, *(f"  {part}: {there}: {becomes}" for part, there, becomes in rows), sep="\n")
+        print(*(f"  {part}: {there}: {becomes}" for part, there, becomes in rows), sep="\n")
         return
-    table = Table("part", "in the source", "what becomes of it", title=title)
+    shown = table("part", "in the source", "what becomes of it")
     for part, there, becomes in rows:
-        table.add_row(part, there, f"[yellow]{becomes}" if becomes.startswith("left out") else becomes)
-    Console().print(table)
+        shown.add_row(part, there, Text(becomes, style="yellow" if becomes.startswith("left out") else ""))
+    stdout().print(shown)
 
 
 def run_export(argv: Sequence[str]) -> int:
-    """Exit code 0 where the export is written, 1 where something is in its way.
+    """Exit code 0.
 
     Raises:
+        FileExistsError: There is something of that name.
         CheckpointUnsafe: A pickle in it might run code, and ``--trust`` is not given.
     """
     parser = argparse.ArgumentParser(
@@ -213,26 +206,17 @@ def run_export(argv: Sequence[str]) -> int:
         description="Writes a checkpoint as one file, the whole state (.ckpt) or the weights (.safetensors), or as the "
         "folder of another program.",
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
-    parser.add_argument("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
-    parser.add_argument(
-        "--to", choices=("hf", "litgpt", "safetensors"), help="for whom: OUT is a folder, of safetensors a file"
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="with --to: the run's YAML file or recipe:NAME, where the checkpoint says less"
-    )
-    parser.add_argument(
-        "--universal", action="store_true", help="of DeepSpeed: a folder that any number of ranks can resume from"
-    )
-    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
+    add("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
+    form = parser.add_mutually_exclusive_group().add_argument
+    form("--to", choices=("hf", "litgpt", "safetensors"), help="for whom: OUT is a folder, of safetensors a file")
+    form("--universal", action="store_true", help="of DeepSpeed: a folder that any number of ranks can resume from")
+    add("--config", metavar="FILE", help="with --to: YAML file or recipe:NAME of the run, if the checkpoint says less")
+    add("--trust", action="store_true", help=TRUST_HELP)
     arguments = parser.parse_args(argv)
     source, target = arguments.checkpoint, arguments.target
-    if target.exists():
-        print(f"distplus export: {target} exists already. Give another name, or remove it first.", file=sys.stderr)
-        return 1
-    if arguments.universal and arguments.to:
-        print("distplus export: --universal and --to name two forms. Leave one out.", file=sys.stderr)
-        return 2
+    _require_new(target)
     _check(source)
     if arguments.trust:
         _export(arguments)
@@ -243,6 +227,11 @@ def run_export(argv: Sequence[str]) -> int:
             _export(arguments)
     print(f"{source} -> {target}")
     return 0
+
+
+def _require_new(target: Path) -> None:
+    if target.exists():
+        raise FileExistsError(f"{target} exists already. Give another name, or remove it first.")
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -272,7 +261,7 @@ def _export(arguments: argparse.Namespace) -> None:
             else:
                 formats.write_whole(source, stage)
 
-        commit(target, write, rank=0, gather=gather_alone, info=info_like(source))
+        commit(target, write, info_like(source))
 
 
 def _check(source: Path) -> None:
@@ -333,19 +322,17 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
 
 
 def run_import(argv: Sequence[str]) -> int:
-    """Exit code 0 where the checkpoint is committed, 1 where one is there already.
+    """Exit code 0.
 
     Raises:
+        OSError: The source is not there, or something has the name of the checkpoint.
         DistplusError: The source cannot be read, or does not fit the configuration.
     """
     arguments = _imports_parser().parse_args(argv)
     source, target = arguments.source, arguments.to
-    if target.exists():
-        print(f"distplus import: {target} exists already. Give another name, or remove it first.", file=sys.stderr)
-        return 1
+    _require_new(target)
     if not source.exists():
-        print(f"distplus import: {source} does not exist.", file=sys.stderr)
-        return 1
+        raise FileNotFoundError(f"{source} does not exist.")
     import torch
 
     from lightning_distplus.checkpoint.formats import origin_of, read_foreign
@@ -354,8 +341,7 @@ def run_import(argv: Sequence[str]) -> int:
     if origin is None:
         raise CheckpointMismatch(f"{source}: it cannot be told which program has written it. Name it with --from.")
     if origin == "lightning" and state(source) is CheckpointState.COMMITTED:  # it has a position, which would be lost
-        print(f"distplus import: {source} is committed: ckpt_path takes it, export changes its form.", file=sys.stderr)
-        return 1
+        raise CheckpointMismatch(f"{source} is committed: ckpt_path takes it, export changes its form.")
     run = configuration(arguments.config or "recipe:tinyllama_1.1b")
     if origin == "lightning":
         checkpoint, rows = _of_lightning(source)
@@ -371,11 +357,11 @@ def run_import(argv: Sequence[str]) -> int:
         return 0
     step = int(checkpoint["global_step"])
     info = Manifest(global_step=step, epoch=int(checkpoint.get("epoch", 0)), strategy="unknown")
-    commit(target, lambda stage: torch.save(checkpoint, stage), rank=0, gather=gather_alone, info=info)
+    commit(target, lambda stage: torch.save(checkpoint, stage), info)
     print(f"{source} -> {target}")
     if config:
         print("model.init_args.config of the run:")
-        print("\n".join(f"  {name}: {value}" for name, value in config.items()))
+        print(*(f"  {name}: {value}" for name, value in config.items()), sep="\n")
     print(f"next: distplus fit --config YOURS --ckpt_path {target} --data.start_sample 0")
     return 0
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
+from lightning_distplus.cli import moment, print_json
 from lightning_distplus.data.audit import AuditReport, Sighting, audit_folder
 from lightning_distplus.data.prepare import Progress, prepare
-from lightning_distplus.errors import refuse_unknown_arguments
+from lightning_distplus.errors import DistplusError, refuse_unknown_arguments
+from lightning_distplus.report import artefacts_of
 
 __all__ = ["run_audit", "run_prepare"]
 
@@ -29,7 +29,11 @@ _LINE_EVERY_S = 5.0
 
 
 def run_prepare(argv: Sequence[str]) -> int:
-    """Runs the command; errors of the input end it with one line and exit code 1."""
+    """Exit code 0.
+
+    Raises:
+        DistplusError: The input cannot be read, or a package is missing.
+    """
     parser = _parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -46,11 +50,9 @@ def run_prepare(argv: Sequence[str]) -> int:
         if error.name not in ("tokenizers", "pyarrow"):
             raise
         needs = "needs tokenizers. Run: pip install 'lightning-distplus[data]'"
-        print(f"distplus prepare: {error if error.name == 'pyarrow' else needs}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"distplus prepare: {error}", file=sys.stderr)
-        return 1
+        raise DistplusError(str(error) if error.name == "pyarrow" else needs) from error
+    except ValueError as error:
+        raise DistplusError(str(error)) from error
     print(
         f"{result.prefix}.bin: {result.num_tokens:,} tokens ({result.dtype}) in {result.num_documents:,} documents, "
         f"from {result.num_bytes:,} bytes of text; vocabulary {result.vocab_size:,}: {result.tokenizer}"
@@ -124,7 +126,12 @@ def _lines_of_progress() -> Iterator[Callable[[Progress], None]]:
 
 
 def run_audit(argv: Sequence[str]) -> int:
-    """Exit code 0 where nothing was repeated and nothing missed, 1 otherwise, and where there are no records."""
+    """Exit code 0 where nothing was repeated and nothing missed, 1 otherwise.
+
+    Raises:
+        FileNotFoundError: There are no records.
+        DistplusError: They cannot be read.
+    """
     parser = argparse.ArgumentParser(
         prog="distplus audit", description="Merges what SampleAudit wrote in all runs and on all ranks of a job."
     )
@@ -133,24 +140,18 @@ def run_audit(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the whole report for a machine")
     arguments = parser.parse_args(argv)
     run: Path = arguments.run
-    folder = next((one for one in (run, run / "distplus" / "audit", run / "audit") if any(one.glob("*.audit"))), None)
+    folder = next((one for one in (run, artefacts_of(run) / "audit") if any(one.glob("*.audit"))), None)
     if folder is None:
-        print(
-            f"distplus audit: there are no records in {run.absolute()}. They are written by "
-            "Trainer(callbacks=[SampleAudit()]).",
-            file=sys.stderr,
-        )
-        return 1
+        written = "They are written by Trainer(callbacks=[SampleAudit()])."
+        raise FileNotFoundError(f"there are no records in {run.absolute()}. {written}")
     try:
         report = audit_folder(folder)
     except ValueError as error:
-        print(f"distplus audit: {error}", file=sys.stderr)
-        return 1
+        raise DistplusError(str(error)) from error
     if arguments.json:
-        print(json.dumps({"ok": report.ok, **asdict(report)}, default=int))
+        print_json({"ok": report.ok, **asdict(report)})
     else:
-        for line in _lines(report, arguments.limit):
-            print(line)
+        print(*_lines(report, arguments.limit), sep="\n")
     return 0 if report.ok else 1
 
 
@@ -182,8 +183,7 @@ def _lines(report: AuditReport, limit: int) -> Iterator[str]:
 
 
 def _place(sighting: Sighting) -> str:
-    at = datetime.fromtimestamp(sighting.at, tz=timezone.utc)
-    return f"step {sighting.step} on rank {sighting.rank} in run {sighting.run} at {at:%Y-%m-%d %H:%M:%S} UTC"
+    return f"step {sighting.step} on rank {sighting.rank} in run {sighting.run} at {moment(sighting.at)} UTC"
 
 
 def _name(sample_id: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,9 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     Of a command of distplus, ``arguments.is_own`` is set, and only its own words are returned.
     """
     parser = _parser()
-    flags = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
-    options, command, is_behind_dashes = _split(argv, flags)
-    arguments = parser.parse_args(options)
-    if arguments.module:
-        command = ["-m", *command]
+    arguments = parser.parse_args(list(argv))
+    is_behind_dashes = arguments.command[:1] == ["--"]
+    command = [*(["-m"] if arguments.module else []), *arguments.command[is_behind_dashes:]]
     if len(command) <= arguments.module:
         parser.error("there is nothing to start: distplus launch --nproc 2 train.py, or ... -- fit --config x.yaml")
     arguments.is_own = is_behind_dashes and command[0] in _COMMANDS
@@ -113,24 +111,6 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     if ignored := [name for name in _WITHOUT_EFFECT if getattr(arguments, name[2:].replace("-", "_")) is not None]:
         print(f"distplus launch: {', '.join(ignored)}: options of torchrun without effect here", file=sys.stderr)
     return arguments, command
-
-
-def _split(argv: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str], bool]:
-    """The options, what is to be started, and whether ``--`` stands between them; the script's own ``--`` stays.
-
-    An option may be spelled with underscores, as torchrun's are.
-    """
-    options: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word == "--" or not word.startswith("-"):
-            return options, [*([] if word == "--" else [word]), *words], word == "--"
-        name, equals, value = word.partition("=")
-        options.append(name.replace("_", "-") + equals + value)
-        is_short = not word.startswith("--")
-        if options[-1] not in flags and not equals and not (is_short and len(word) > 2):
-            options += itertools.islice(words, 1)
-    return options, [], False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -166,6 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--master-port", default="", help=argparse.SUPPRESS)
     for name in _WITHOUT_EFFECT:
         add(name, *{"--redirects": ["-r"], "--tee": ["-t"]}.get(name, []), help=argparse.SUPPRESS)
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    spellings = parser._option_string_actions  # with underscores, as torchrun's are; the help has the others
+    spellings |= {f"--{name[2:].replace('-', '_')}": action for name, action in spellings.items() if name[1] == "-"}
     return parser
 
 
@@ -272,15 +255,15 @@ def _run_slurm(argv: Sequence[str]) -> int:
     add("--srun", action="append", default=[], metavar="ARGUMENT", help="further argument of srun; may be repeated")
     add("--sbatch", action="append", default=[], metavar="ARGUMENT", help="further argument of sbatch; may be repeated")
     add("--submit", action="store_true", help="hand the script to sbatch instead of printing it")
-    split = list(argv).index("--") if "--" in argv else len(argv)
-    arguments = parser.parse_args(list(argv[:split]))
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(list(argv))
     if arguments.ended is not None:
         policy = RestartPolicy(max_restarts=arguments.max_requeues, same_step=arguments.same_step)
         return end_of_start(arguments.ended, policy)
-    command = list(argv[split + 1 :])
+    command = arguments.command[arguments.command[:1] == ["--"] :]
     if not command:
         parser.error("there is no command; write it behind `--`: ... -- fit --config x.yaml")
-    given = {name: value for name, value in vars(arguments).items() if name not in ("ended", "submit")}
+    given = {name: value for name, value in vars(arguments).items() if name not in ("ended", "submit", "command")}
     given["ranks_per_node"] = given["ranks_per_node"] or given["gpus_per_node"] or 1
     try:
         job = SlurmJob(command=resuming(command)[0], **given)

@@ -6,9 +6,8 @@ The doctor works where torch is missing or broken: only ``preflight`` imports it
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_distplus import env
-from lightning_distplus.cli import duration, import_from_here
+from lightning_distplus.cli import count, duration, import_from_here, print_json, stdout
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, Status, run_checks
 from lightning_distplus.preflight.host import DOCTOR_CHECKS
@@ -25,7 +24,7 @@ from lightning_distplus.preflight.host import DOCTOR_CHECKS
 if TYPE_CHECKING:
     from lightning_distplus.control import ControlPlane
 
-__all__ = ["exit_code_of", "print_findings", "run_doctor", "run_preflight", "wishes"]
+__all__ = ["add_wishes", "exit_code_of", "print_findings", "run_doctor", "run_preflight", "wishes"]
 
 # -- distplus doctor ---------------------------------------------------------------------------------------------------
 
@@ -53,7 +52,7 @@ def run_doctor(argv: Sequence[str]) -> int:
             checks[place.rpartition(":")[2]] = _load(place)
         except (ImportError, AttributeError, ValueError) as error:
             parser.error(f"--check {place}: {error}")
-    settings = _settings_from(arguments, parser, checks)
+    settings = wishes(parser, arguments, (*checks, *AGREEMENT, *BETWEEN_HOSTS))
     facts = _facts(arguments)
     begin = time.monotonic()
     findings = run_checks(checks, facts, settings)
@@ -67,25 +66,26 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, default=Path(), help="where the run will write (default: here)")
     add("--devices", type=int, help="processes per node of the run, to check the launch against")
     add("--nodes", type=int, help="nodes of the run, to check the launch against")
-    add("--off", action="append", default=[], metavar="NAME", help="do not run this check")
+    add_wishes(parser)
+
+
+def add_wishes(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that makes checks."""
+    add = parser.add_argument
+    add("--off", action="append", default=[], metavar="NAME", help="leave out this check")
     add("--warn", action="append", default=[], metavar="NAME", help="its errors are warnings")
     add("--json", action="store_true", help="print JSON")
 
 
-def _settings_from(
-    arguments: argparse.Namespace, parser: argparse.ArgumentParser, checks: Mapping[str, Check]
+def wishes(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, known: Collection[str]
 ) -> dict[str, Literal["off", "warn"]]:
-    """What ``--off`` and ``--warn`` say; ends the process where there is no such check."""
-    for name in (*arguments.off, *arguments.warn):
-        known = (*checks, *AGREEMENT, *BETWEEN_HOSTS)
-        if name not in known:
-            parser.error(f"there is no check {name!r}; there are: {', '.join(known)}")
-    return wishes(arguments)
-
-
-def wishes(arguments: argparse.Namespace) -> dict[str, Literal["off", "warn"]]:
-    """What ``--off`` and ``--warn`` say, by the names of checks."""
-    return {**dict.fromkeys(arguments.warn, "warn"), **dict.fromkeys(arguments.off, "off")}
+    """What ``--off`` and ``--warn`` say, by the names of checks; ends the process where there is no such check."""
+    found: dict[str, Literal["off", "warn"]] = dict.fromkeys(arguments.warn, "warn")
+    found |= dict.fromkeys(arguments.off, "off")
+    for name in found.keys() - known:
+        parser.error(f"there is no check {name!r}; there are: {', '.join(known)}")
+    return found
 
 
 def _load(place: str) -> Check:
@@ -115,7 +115,7 @@ def _tell(
         print_findings(findings, facts, names, elapsed_s)
         return
     told = {"version": 1, **as_json, "launcher": facts.launcher, "elapsed_s": round(elapsed_s, 3)}
-    print(json.dumps({**told, "findings": [finding.to_dict() for finding in findings]}, indent=2))
+    print_json({**told, "findings": [finding.to_dict() for finding in findings]})
 
 
 def exit_code_of(findings: Sequence[Finding]) -> int:
@@ -127,26 +127,23 @@ def exit_code_of(findings: Sequence[Finding]) -> int:
 def print_findings(findings: Sequence[Finding], facts: Facts, names: Sequence[str], elapsed_s: float) -> None:
     """In colours on a terminal, and plain where the installation is too broken for rich."""
     print(f"{facts.host}: started by {facts.launcher}; {len(names)} checks in {elapsed_s:.1f} s")
-    found = {finding.check for finding in findings}
-    quiet = [name for name in names if name not in found]
     try:
-        from rich.console import Console
         from rich.text import Text
     except ImportError:
         for finding in findings:
             print(f"{finding.status.value} ({finding.check}): {finding}")
     else:
-        console = Console(soft_wrap=True, highlight=False)  # which obeys NO_COLOR
         for finding in findings:
             status = (finding.status.value, f"bold {_COLOURS[finding.status]}")
-            console.print(Text.assemble(status, f" ({finding.check}): {finding}"))
-    print(f"nothing to say: {', '.join(quiet) or '-'}")
+            stdout().print(Text.assemble(status, f" ({finding.check}): {finding}"), soft_wrap=True)
+    found = {finding.check for finding in findings}
+    print(f"nothing to say: {', '.join(name for name in names if name not in found) or '-'}")
     print(_summary(findings))
 
 
 def _summary(findings: Sequence[Finding]) -> str:
     counts = {status: sum(finding.status is status for finding in findings) for status in Status}
-    told = ", ".join(f"{count} {status.value}{'s' * (count > 1)}" for status, count in counts.items() if count)
+    told = ", ".join(count(number, status.value) for status, number in counts.items() if number)
     if not counts[Status.ERROR]:
         return f"ready: {told or 'nothing was found'}"
     errors = sorted({finding.check for finding in findings if finding.status is Status.ERROR})
@@ -173,7 +170,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     here = Facts()
     devices = arguments.devices or here.number(env.LOCAL_WORLD_SIZE) or _tasks_per_node(here) or 1
     nodes = arguments.nodes or here.number(env.GROUP_WORLD_SIZE) or here.number(env.SLURM_STEP_NUM_NODES) or 1
-    settings = _settings_from(arguments, parser, CHECKS)
+    settings = wishes(parser, arguments, (*CHECKS, *AGREEMENT, *BETWEEN_HOSTS))
     # A Trainer finds launcher, rank and address as that of the run will; it refuses a wrong launch at once.
     of_launch: dict[str, Any] = {name: wish for name, wish in settings.items() if name in LAUNCH_CHECKS}
     strategy: Any = ResilientDDP(preflight=of_launch)

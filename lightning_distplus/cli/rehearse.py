@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import time
@@ -23,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_distplus import _compat, env
-from lightning_distplus.cli import import_from_here
-from lightning_distplus.cli.preflight import exit_code_of, print_findings, wishes
+from lightning_distplus.cli import import_from_here, print_json, stdout, table
+from lightning_distplus.cli.preflight import add_wishes, exit_code_of, print_findings, wishes
 from lightning_distplus.cli.training import DistplusCLI
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.progress import data_parallel
@@ -254,20 +253,15 @@ def main(argv: Sequence[str]) -> int:
         "Exit code 0: it could start; 173: it could not.",
     )
     parser.add_argument("--world", type=int, metavar="RANKS", help="ranks of the run (default: as the file says)")
-    parser.add_argument("--off", action="append", default=[], metavar="NAME", help="leave this out of the report")
-    parser.add_argument("--warn", action="append", default=[], metavar="NAME", help="its errors are warnings")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_wishes(parser)
     arguments, rest = parser.parse_known_args(argv)
-    for name in (*arguments.off, *arguments.warn):
-        if name not in CHECKS:
-            parser.error(f"there is no check {name!r}; there are: {', '.join(CHECKS)}")
+    settings = wishes(parser, arguments, CHECKS)
     if arguments.world is not None and arguments.world < 1:
         parser.error("--world is at least 1")
     import_from_here()
     begin = time.monotonic()
     found = Rehearsal()
     _rehearse(found, arguments, rest)
-    settings = wishes(arguments)
     kept = (one.under(settings.get(one.check)) for one in found.findings)
     found.findings = [one for one in kept if one is not None]
     if arguments.json:
@@ -275,7 +269,7 @@ def main(argv: Sequence[str]) -> int:
         findings = [finding.to_dict() for finding in found.findings]
         told = {"version": 1, **layout, "strategy": found.strategy, "batch": found.batch}
         told |= {"checkpoint": found.checkpoint, "schedule": found.schedule, "findings": findings}
-        print(json.dumps(told, indent=2))
+        print_json(told)
     else:
         _tell(found, time.monotonic() - begin, [name for name in CHECKS if name not in arguments.off])
     return exit_code_of(found.findings)
@@ -333,7 +327,7 @@ def _batches(found: Rehearsal, cli: Any) -> int | None:
     accumulation = int(trainer.accumulate_grad_batches)
     found.batch = {"micro_batch": micro, "data_parallel_ranks": ranks.size, "accumulation": accumulation}
     found.batch["global_batch"] = None if micro is None else micro * ranks.size * accumulation
-    epoch = None if per_rank is None else per_rank // accumulation
+    epoch = None if per_rank is None else -(-per_rank // accumulation)  # the last batches are a step too
     tokens = getattr(data, "seq_len", None)
     found.batch["tokens"] = tokens and found.batch["global_batch"] and tokens * found.batch["global_batch"]
     found.batch["steps_per_epoch"] = epoch
@@ -342,8 +336,7 @@ def _batches(found: Rehearsal, cli: Any) -> int | None:
         limits.append(epoch * trainer.max_epochs)
     found.batch["steps"] = min(limits, default=None)
     if epoch == 0:
-        detail = f"{per_rank} micro-batches a rank, accumulation {accumulation}"
-        found.add("batch", Status.ERROR, "An epoch has no whole step on so many ranks.", detail, "Use smaller batches")
+        found.add("batch", Status.ERROR, "An epoch has no batch on so many ranks.", remedy="Use smaller batches")
     return epoch
 
 
@@ -359,6 +352,8 @@ def _length(found: Rehearsal, trainer: Any, data: Any, micro: int | None) -> tup
         if not isinstance(data, ExactDataModule):  # Lightning cuts a stock loader itself
             micro = micro or getattr(loader, "batch_size", None)
             length = -(-length // data_parallel(trainer).size)
+        limit = trainer.limit_train_batches
+        length = min(length, limit) if isinstance(limit, int) else int(length * limit)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         remedy = "Rehearse where the data is, to know the length of an epoch"
@@ -440,11 +435,11 @@ def _tell(found: Rehearsal, elapsed_s: float, names: list[str]) -> None:
         print(f"checkpoint  {_gib(saved['bytes'])} GiB{took}")
     if found.schedule:
         print("rates       k times the global batch: k times the learning rate (SGD), or sqrt(k) times (Adam)")
-        print(f"{'step':>12} {'samples':>16}  learning rate")
-    for row in found.schedule:
-        lr = ", ".join(f"{value:.4g}" for value in row["lr"])
-        samples = "" if row["samples"] is None else f"{row['samples']:,}"
-        print(f"{row['step']:>12,} {samples:>16}  {lr}")
+        shown = table("step", "samples", "learning rate", numbers=("step", "samples"))
+        for row in found.schedule:
+            samples = "" if row["samples"] is None else f"{row['samples']:,}"
+            shown.add_row(f"{row['step']:,}", samples, ", ".join(f"{value:.4g}" for value in row["lr"]))
+        stdout().print(shown)
     with suppress(PreflightError):
         print_findings(found.findings, Facts(), names, elapsed_s)
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lightning_distplus.cli import duration
+from lightning_distplus.cli import count, duration, moment, print_json, stdout, table
 from lightning_distplus.events import ledger_files, parse_event
 from lightning_distplus.report import artefacts_of, describe_runs, read_ledgers, write_page
 from lightning_distplus.report.goodput import Window
@@ -30,13 +28,16 @@ from lightning_distplus.watchdog.verdict import duration_in_words, judge_dumps
 __all__ = ["LiveRun", "main", "run_top", "show_job"]
 
 _EVERY_S = 2.0
-_WIDTH_OF_A_FILE = 200
 
 # -- distplus report ---------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0, or 1 where the run has left nothing to show."""
+    """Exit code 0.
+
+    Raises:
+        FileNotFoundError: The run has left nothing to show.
+    """
     parser = _parser()
     arguments = parser.parse_args(argv)
     if (arguments.run is None) == (arguments.dumps is None):
@@ -56,14 +57,10 @@ def main(argv: Sequence[str]) -> int:
 
     jobs = read()
     if not jobs:
-        print(
-            f"distplus report: {home} holds neither events nor verdicts. A Resilient strategy writes them below the "
-            "default_root_dir of its Trainer.",
-            file=sys.stderr,
-        )
-        return 1
+        written = "A Resilient strategy writes them below the default_root_dir of its Trainer."
+        raise FileNotFoundError(f"{home} holds neither events nor verdicts. {written}")
     if arguments.follow:
-        with suppress(KeyboardInterrupt), Live(console=Console(highlight=False), auto_refresh=False) as live:
+        with suppress(KeyboardInterrupt), Live(console=stdout(), auto_refresh=False) as live:
             while True:
                 live.update(_shown(jobs), refresh=True)
                 if arguments.html is not None:
@@ -74,9 +71,9 @@ def main(argv: Sequence[str]) -> int:
                 jobs = read()
         return 0
     if arguments.json:
-        print(json.dumps(jobs, default=str, indent=1))
+        print_json(jobs)
     else:
-        _console().print(_shown(jobs))
+        stdout().print(_shown(jobs))
     if arguments.html is not None:
         print(f"distplus report: wrote {write_page(home, arguments.html, jobs)}", file=sys.stderr)
     return 0
@@ -106,10 +103,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _RUN = "default_root_dir of the run, or its folder distplus"
-
-
-def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
 
 
 def _shown(jobs: Sequence[dict[str, Any]]) -> Group:
@@ -142,14 +135,6 @@ def show_job(job: Mapping[str, Any]) -> Group:
     return Group(*(one for part in shown for one in (part, Text(""))))
 
 
-def _as_table(*columns: str, numbers: Sequence[str] = ()) -> Table:
-    """An empty table that a log can hold as well: no frame."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    return table
-
-
 def _as_text(lines: Sequence[str], style: str = "", between: str = "\n") -> Text | None:
     return Text(between.join(lines), style=style) if lines else None
 
@@ -159,36 +144,32 @@ def _head(job: Mapping[str, Any]) -> RenderableType:
     text.append(f"{job['headline']}\n", style=f"bold {_MOODS.get(job['state'], 'red')}")
     if job["todo"]:
         text.append(f"  do:    {job['todo']}\n", style="bold")
-    hosts = job["hosts"][0] if len(job["hosts"]) == 1 else _count(len(job["hosts"]), "host")
-    ranks, attempts = _count(job["world_size"], "rank"), _count(len(job["attempts"]), "attempt")
-    text.append(f"  {ranks}, {hosts}, {job['strategy']}, {attempts}, from {_moment(job['began'])} ")
-    text.append(f"to {_moment(job['last'])} UTC, {_count(job['num_saves'], 'checkpoint')} saved")
+    hosts = job["hosts"][0] if len(job["hosts"]) == 1 else count(len(job["hosts"]), "host")
+    ranks, attempts = count(job["world_size"], "rank"), count(len(job["attempts"]), "attempt")
+    text.append(f"  {ranks}, {hosts}, {job['strategy']}, {attempts}, from {moment(job['began'])} ")
+    text.append(f"to {moment(job['last'])} UTC, {count(job['num_saves'], 'checkpoint')} saved")
     return text
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _failures(job: Mapping[str, Any]) -> Text | None:
     told = job["failures"]
     words = "rank {rank} failed at {moment}, attempt {attempt}: {error}"
-    return _as_text([words.format(moment=_moment(one["at"]), **one) for one in told])
+    return _as_text([words.format(moment=moment(one["at"]), **one) for one in told])
 
 
 def _attempts(job: Mapping[str, Any]) -> Table | None:
     if not job["attempts"]:
         return None
     numbers = ("attempt", "ranks", "lasted", "lost")
-    table = _as_table("attempt", "began", "ranks", "steps", "lasted", "ended", "lost", "why", numbers=numbers)
+    rows = table("attempt", "began", "ranks", "steps", "lasted", "ended", "lost", "why", numbers=numbers)
     for one in job["attempts"]:
-        table.add_row(
-            str(one["number"]), _moment(one["began"]), str(one["world_size"]),
+        rows.add_row(
+            str(one["number"]), moment(one["began"]), str(one["world_size"]),
             f"{one['first_step']} to {one['last_step']}", duration_in_words(one["last"] - one["began"]),
             Text(one["end"], style=_MOODS.get(one["end"], "red")),
             f"{one['steps_lost']} steps" if one["steps_lost"] else "", Text(one["why"]),
         )  # fmt: skip
-    return table
+    return rows
 
 
 def _goodput(job: Mapping[str, Any]) -> Group | None:
@@ -231,12 +212,12 @@ def _stragglers(job: Mapping[str, Any]) -> Text | None:
 def _checkpoints(job: Mapping[str, Any]) -> Table | None:
     if not job["checkpoints"]:
         return None
-    table = _as_table("step", "saved", "now", "stall", "checkpoint", numbers=("step", "stall"))
+    rows = table("step", "saved", "now", "stall", "checkpoint", numbers=("step", "stall"))
     for one in job["checkpoints"][-_MOST_CHECKPOINTS:]:
         stall = "" if one["stall_s"] is None else f"{one['stall_s']:.2f} s"
         state = Text(one["state"], style=_MOODS.get(one["state"], ""))
-        table.add_row(str(one["step"]), _moment(one["at"]), state, stall, Text(one["path"]))
-    return table
+        rows.add_row(str(one["step"]), moment(one["at"]), state, stall, Text(one["path"]))
+    return rows
 
 
 def _data(job: Mapping[str, Any]) -> Text | None:
@@ -260,12 +241,8 @@ def _notices(job: Mapping[str, Any]) -> Text | None:
     for one in shown:
         rest = {name: value for name, value in one.items() if name not in ("time", "rank", "attempt", "seq", "kind")}
         told = ", ".join(f"{name} {value}" for name, value in rest.items())
-        lines.append(f"{_moment(one['time'])} rank {one['rank']}: {one['kind'].replace('_', ' ')}: {told}"[:200])
+        lines.append(f"{moment(one['time'])} rank {one['rank']}: {one['kind'].replace('_', ' ')}: {told}"[:200])
     return _as_text(lines)
-
-
-def _moment(at: float | None) -> str:
-    return "" if at is None else f"{datetime.fromtimestamp(at, tz=timezone.utc):%Y-%m-%d %H:%M:%S}"
 
 
 # -- distplus top ------------------------------------------------------------------------------------------------------
@@ -288,9 +265,9 @@ def run_top(argv: Sequence[str]) -> int:
     live_run = LiveRun(artefacts_of(arguments.run))
     if arguments.once:
         live_run.refresh()
-        _console().print(live_run.show())
+        stdout().print(live_run.show())
         return 0
-    with suppress(KeyboardInterrupt), Live(console=_console(), auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), Live(console=stdout(), auto_refresh=False) as live:
         while True:
             live_run.refresh()
             live.update(live_run.show(), refresh=True)
@@ -402,21 +379,21 @@ class LiveRun:
 
     def _table(self, now: float) -> Table:
         columns = ("rank", "host", "state", "step", *_PARTS, "ms/step", "heard")
-        table = _as_table(*columns, numbers=("step", *_PARTS, "ms/step", "heard"))
+        rows = table(*columns, numbers=("step", *_PARTS, "ms/step", "heard"))
         own_s = [rank.own_s for rank in self._ranks.values() if rank.windows]
         late_s = _LATE * median(own_s) if len(own_s) > 1 else float("inf")
         for name, ranks in self._rows():
             slowest = max(ranks, key=lambda one: self._ranks[one].own_s)
             rank = self._ranks[slowest]
             heard = min(self._ranks[one].heard for one in ranks)
-            table.add_row(
+            rows.add_row(
                 name + (f", slowest {slowest}" if len(ranks) > 1 else ""), rank.host,
                 ", ".join(sorted({self._ranks[one].state for one in ranks})),
                 str(rank.windows[-1].step) if rank.windows else "",
                 *(f"{1e3 * rank.parts[part]:.1f}" if rank.parts else "" for part in (*_PARTS, "whole")),
                 duration_in_words(now - heard), style="bold yellow" if rank.own_s > late_s else "",
             )  # fmt: skip
-        return table
+        return rows
 
     def _rows(self) -> Iterator[tuple[str, Sequence[int]]]:
         if len(self._ranks) <= _MOST_RANKS:

@@ -236,8 +236,11 @@ def explain(message: str, options: Sequence[str] = ()) -> tuple[str, list[str]]:
     names = _accepted(cause, owner, options)
     wrong = _OPTION.search(cause) or _NO_ATTRIBUTE.search(cause) or _NO_STRATEGY.search(cause)
     cause = _plain(cause)
-    if wrong is not None and (close := difflib.get_close_matches(wrong[wrong.lastindex or 1], names, n=1)):
-        cause += f"; did you mean {close[0]}?"
+    if wrong is not None:
+        word = wrong[wrong.lastindex or 1]
+        word = word if any("." in name for name in names) else word.partition(".")[0]  # a group that is not known
+        if close := difflib.get_close_matches(word, names, n=1):
+            cause += f"; did you mean {close[0]}?"
     where = f"{'.'.join(keys)}: " if keys else ""
     return f"{where}{cause}{f' ({owner})' if owner else ''}", names
 

@@ -1,18 +1,23 @@
-"""Checked calls: all ranks compare what they are about to do before any of them enters a collective."""
+"""The check of collectives: ranks compare what they are about to do before any of them enters a collective.
+
+One check with two sources of calls: those of Lightning (``strategies.collectives``), and on request those of
+``torch.distributed`` (``divergence.monitor.TraceCheck``), which may be of some ranks only.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from enum import Enum
 from functools import cached_property
 from typing import Any, NoReturn, Protocol
+
+import xxhash
 
 from lightning_distplus.control.exchange import Exchange, GateRecord
 from lightning_distplus.control.plane import ControlPlane
@@ -44,7 +49,7 @@ _END = "the end of its "
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One call in which all ranks must take part; equal on all of them."""
+    """One call in which all ranks, or those of a group, must take part; equal on all of them."""
 
     operation: str
     """The call, for example ``"barrier"``."""
@@ -66,9 +71,9 @@ class Point:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that are equal where the points are."""
+        """8 bytes that are equal where the points are."""
         text = "\0".join((self.operation, self.name, self.structure, self.arguments))
-        return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
+        return xxhash.xxh3_64_digest(text.encode(errors="replace"))
 
     def __str__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
@@ -77,15 +82,14 @@ class Point:
         return f"{self.operation}{name}{structure}{arguments}"
 
 
-class Place(str, Enum):
-    """What kind of place it is."""
-
-    POINT = "point"
-    GATE = "gate"
-    BACKWARD = "backward"
-    """In the backward of a step, where the gradients of all ranks meet; or behind it, in the same step."""
-    END = "end"
-    """The run has ended on this rank: it waits for nobody and comes to nothing any more."""
+# The sequences that a rank counts: the points of all ranks, those of each smaller group (named by its ranks), the
+# gates, and the backwards, of which one has the number of the gate before it. A rank leaves a point or a gate only when
+# all ranks of that sequence have come there.
+POINTS, GATES = "points", "gates"
+BACKWARDS = "backwards"
+"""In the backward of a step, where the gradients of all ranks meet; or behind it, in the same step."""
+END = "end"
+"""The run has ended on this rank: it waits for nobody and comes to nothing any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,29 +97,25 @@ class Whereabouts:
     """Where one rank stands."""
 
     rank: int
-    place: Place
-    points: int
-    """How many points the rank has begun; the last of them is where it stands, if it stands at one."""
-    gates: int
-    """How many gates the rank has begun."""
+    sequence: str
+    """In which of the sequences that it counts."""
+    begun: Mapping[str, int]
+    """How many of each sequence the rank has begun."""
     point: Point
-    backward_gate: int = 0
-    """How many gates it had begun when it began its last backward."""
+    ranks: Sequence[int] = ()
+    """All ranks of the point, where it is one of a group."""
     location: str | None = None
     """``file.py:line`` in the user's code from which a point was reached; a gate is Lightning's own call."""
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Whereabouts:
         """Reads what a peer has published."""
-        return cls(**{**values, "place": Place(values["place"]), "point": Point(**values["point"])})
+        return cls(**{**values, "point": Point(**values["point"]), "ranks": tuple(values["ranks"])})
 
     def waits_for(self, other: Whereabouts) -> bool:
         """Whether this rank cannot go on before the other has come to where it stands."""
-        if self.place is Place.POINT:
-            return other.points < self.points
-        if self.place is Place.BACKWARD:
-            return other.backward_gate < self.backward_gate
-        return self.place is Place.GATE and other.gates < self.gates
+        takes_part = self.sequence != END and (not self.ranks or other.rank in self.ranks)
+        return takes_part and other.begun.get(self.sequence, 0) < self.begun[self.sequence]
 
     def excludes(self, other: Whereabouts) -> bool:
         """Whether neither can ever go on: each waits for what the other, who waits or has ended, has not begun.
@@ -126,20 +126,25 @@ class Whereabouts:
         A backward, unlike the other places, may go on by itself; but on ranks that run one program what comes before it
         on one of them does so on all. A rank that is in it will not come to a call at which another one stands before.
         """
-        if Place.END in (self.place, other.place):
+        if END in (self.sequence, other.sequence):
             return self.waits_for(other) or other.waits_for(self)
         return self.waits_for(other) and other.waits_for(self)
+
+    def is_there_beside(self, other: Whereabouts) -> bool:
+        """Whether this is no old word, as the other is none: this rank waits for it, stands with it, or has ended."""
+        is_with_it = self.sequence == other.sequence and self.begun[self.sequence] == other.begun[self.sequence]
+        return is_with_it or self.sequence == END or self.waits_for(other)
 
     def describe(self) -> str:
         """The place, as it follows the name of the rank."""
         if self.point.has_ended:
             return self.point.has_ended
-        if self.place is Place.GATE:
+        if self.sequence == GATES:
             return f"at {self.point}"
         return f"in {self.point}{f' at {self.location}' if self.location else ''}"
 
 
-def disagreement(places: Mapping[int, Whereabouts], world_size: int) -> DivergenceError:
+def disagreement(places: Mapping[int, Whereabouts], ranks: Iterable[int]) -> DivergenceError:
     """The error for ranks that stand where they cannot meet; those in ``places`` have come.
 
     The majority is right. In a tie the step gate or the backward is: every step comes to it, the other call is the
@@ -148,18 +153,19 @@ def disagreement(places: Mapping[int, Whereabouts], world_size: int) -> Divergen
     ended = {rank: one.point.has_ended for rank, one in places.items() if one.point.has_ended}
     if 0 < len(ended) < len(places):
         return ended_early(ended, {rank: one.describe() for rank, one in places.items() if rank not in ended})
-    kinds = {rank: (one.place, one.point) for rank, one in places.items()}
+    kinds = {rank: (one.sequence, one.point) for rank, one in places.items()}
     (common, count), *others = Counter(kinds.values()).most_common()
     leading = [common, *(kind for kind, number in others if number == count)]
     if len(leading) > 1:
-        leading = [kind for kind in leading if kind[0] in (Place.GATE, Place.BACKWARD)]
+        leading = [kind for kind in leading if kind[0] in (GATES, BACKWARDS)]
     wrong = sorted(rank for rank, kind in kinds.items() if len(leading) != 1 or kind != leading[0])
-    absent = sorted(set(range(world_size)) - set(places))
+    absent = sorted(set(ranks) - set(places))
     late = f"; {name_ranks(absent)} elsewhere" if absent else ""
     blame = f"wrong: {name_ranks(wrong)}" if len(wrong) < len(places) else "no majority decides who is wrong"
     texts = _shortened(places)
-    numbers = {one.points for one in places.values() if one.place is Place.POINT}
-    call = f"call {max(numbers)} of this run" if numbers else "the gate"
+    sequences = {one.sequence: one.begun[one.sequence] for one in places.values()}
+    group = "the gate" if GATES in sequences else f"a call of {name_ranks(ranks)}"
+    call = f"call {sequences[POINTS]} of this run" if POINTS in sequences else group
     field, remedy = _kind_of_difference(places.values())
     return DivergenceError(
         f"The ranks do not agree at {call}, and would wait for each other or mix what they hold: {sides(texts)}{late} "
@@ -184,7 +190,7 @@ def ended_early(ended: Mapping[int, str], others: Mapping[int, str]) -> Divergen
 
 def _kind_of_difference(places: Iterable[Whereabouts]) -> tuple[str, str]:
     found = list(places)
-    if len({(one.place, one.point.operation, one.point.name) for one in found}) > 1:
+    if len({(one.sequence, one.point.operation, one.point.name) for one in found}) > 1:
         is_logging = all(one.point.operation == "log" for one in found)
         return "collective", _OTHER_KEYS if is_logging else _ON_SOME_RANKS
     if len({one.point.structure for one in found}) > 1:
@@ -237,7 +243,7 @@ _active: Points | None = None
 
 
 def active_points() -> Points | None:
-    """The points of the run in progress in this process, where its strategy is one of ours."""
+    """The points of the run in progress in this process: under a strategy of ours, or where calls are traced."""
     return _active
 
 
@@ -255,11 +261,11 @@ class Waits(Protocol):
 
 
 class Points:
-    """The points of one run, numbered: what stands at the same number must be the same on all ranks.
+    """The points of one run, numbered: what stands at the same number must be the same on all ranks that take part.
 
     At each point a rank shows the digest of what it is about to do. One that waits, at a point or at a gate, publishes
     where it stands, and looks where the others stand: two ranks that wait for each other in different places are found,
-    whether they differ at one number or not. All ranks make their points at the same moment of the run.
+    whether they differ at one number or not. The ranks of a group make its points at the same moment of the run.
 
     Args:
         plane: The control plane.
@@ -282,22 +288,24 @@ class Points:
         self.name = name or f"run-{next(_runs)}"
         """Of the run, alike on all ranks."""
         self._thread = threading.get_ident()
-        self._exchange = Exchange(plane, f"points/{self.name}")
-        self.num_calls = 0
-        """How many points this rank has begun."""
-        self._gates = 0
+        self._exchanges = {POINTS: Exchange(plane, f"points/{self.name}")}
+        self._begun = {POINTS: 0, GATES: 0}
         self._backward = ("", 0)
         """The backward that this rank has begun last, and the gate before it; replaced at once, for another thread."""
-        self._place: Place | None = None  # None: this rank does not wait
+        self._sequence: str | None = None
+        """In which this rank waits; None: it does not."""
+        self._ranks: Sequence[int] = plane.world.ranks
+        """Of the place where it waits."""
         self._point: Point | GateRecord = _AT_END
+        self._is_covered = False
         self._look_at_s = _ALONE_S
         self._own: Whereabouts | None = None
         self._excluded_since: float | None = None
 
     def begin(self) -> None:
-        """Meets all ranks, so that every key is empty before the first point; watches the waits of this process."""
+        """Meets all ranks; watches the waits of this process."""
         global _active
-        self._exchange.open(self._waits.patience)
+        self._exchanges[POINTS].open(self._waits.patience)
         self._plane.watcher = self
         _active = self
 
@@ -306,86 +314,93 @@ class Points:
         global _active
         _active = None
         self._plane.watcher = None
-        self._enter(Place.END, point)
+        self._enter(END, point)
         try:
             self._publish()
         except (DistplusError, RuntimeError):  # the store is gone, or the job has failed: nobody asks any more
             return
 
     @property
+    def num_calls(self) -> int:
+        """How many points of all ranks this rank has begun."""
+        return self._begun[POINTS]
+
+    @property
     def are_due(self) -> bool:
-        """Whether this call takes part: from the thread that trains, in a job in which this rank has not failed."""
+        """Whether a call takes part: of the thread that trains, not inside another one, nor where this rank failed."""
         error = self._plane.first_error
         has_failed = error is not None and error.rank == self._plane.world.rank
-        return threading.get_ident() == self._thread and not has_failed
+        return threading.get_ident() == self._thread and not self._is_covered and not has_failed
+
+    @contextmanager
+    def covering(self) -> Iterator[None]:
+        """A call that is compared as a whole: those that it takes inside are not."""
+        was_covered, self._is_covered = self._is_covered, True
+        try:
+            yield
+        finally:
+            self._is_covered = was_covered
 
     # -- the two places where a rank waits -----------------------------------------------------------------------------
 
-    def meet(self, point: Point) -> None:
-        """Returns on every rank once all of them are about to do the same.
+    def meet(self, point: Point, ranks: Sequence[int] = ()) -> None:
+        """Returns on every rank once all of them, or all of these ``ranks``, are about to do the same.
 
         Raises:
             DivergenceError: The ranks are in different calls; the error holds both sides.
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
-        self.num_calls += 1
-        self._enter(Place.POINT, point)
-        self._exchange.post(point.digest)
+        is_of_all = len(ranks) in (0, self._plane.world.size)
+        sequence = POINTS if is_of_all else "-".join(map(str, ranks))
+        if sequence not in self._exchanges:  # without memory: only these ranks know of it
+            self._exchanges[sequence] = Exchange(self._plane, f"points/{self.name}/{sequence}", ranks)
+        exchange = self._exchanges[sequence]
+        self._enter(sequence, point, () if is_of_all else ranks)
+        exchange.post(b"", point.digest)
         try:
-            self._exchange.collect(self._waits.patience, what=str(point), referee=self)
+            exchange.collect(self._waits.patience, what=str(point), referee=self)
         finally:
-            self._place = None
+            self._sequence = None
 
     def enter_gate(self, record: GateRecord) -> None:
         """This rank is about to wait at a step gate."""
-        self._gates += 1
-        self._enter(Place.GATE, record)
+        self._enter(GATES, record)
+
+    def leave_gate(self) -> None:
+        """This rank has passed the gate, or has given up."""
+        self._sequence = None
 
     def begin_backward(self, operation: str) -> None:
         """Says that this rank is about to enter a backward in which the gradients of all ranks meet."""
-        self._backward = (operation, self._gates)
+        self._backward = (operation, self._begun[GATES])
 
     def beat(self) -> dict[str, Any] | None:
         """What each beat tells of this rank, from another thread: a rank inside a backward cannot say it itself."""
         operation, gate = self._backward  # read before the number of points, which must not be older
         if not operation:
             return None
-        here = Whereabouts(
-            rank=self._plane.world.rank,
-            place=Place.BACKWARD,
-            points=self.num_calls,
-            gates=self._gates,
-            point=Point(operation=operation),
-            backward_gate=gate,
-        )
-        return {"run": self.name, **asdict(here)}
-
-    def leave_gate(self) -> None:
-        """This rank has passed the gate, or has given up."""
-        self._place = None
-
-    def arrived(self) -> set[int]:
-        """The ranks that have come to this rank's point: whoever waits there for long has said so."""
-        here = {rank for rank, one in self._places().items() if one.points >= self.num_calls}
-        return here | {self._plane.world.rank}
+        begun = {**self._begun, BACKWARDS: gate}
+        point, rank = Point(operation=operation), self._plane.world.rank
+        return {"run": self.name, **asdict(Whereabouts(rank=rank, sequence=BACKWARDS, begun=begun, point=point))}
 
     # -- where the others are ------------------------------------------------------------------------------------------
 
-    def _enter(self, place: Place, point: Point | GateRecord) -> None:
-        self._place, self._point = place, point
+    def _enter(self, sequence: str, point: Point | GateRecord, ranks: Sequence[int] = ()) -> None:
+        self._begun[sequence] = self._begun.get(sequence, 0) + 1
+        self._sequence, self._point, self._ranks = sequence, point, ranks or self._plane.world.ranks
         self._look_at_s = _ALONE_S
         self._own = self._excluded_since = None
 
     def while_waiting(self, elapsed_s: float) -> None:
         """Says, once a wait lasts, where this rank stands, and looks where the others do."""
-        if self._place is None or elapsed_s < self._look_at_s:
+        if self._sequence is None or elapsed_s < self._look_at_s:
             return
         pause_s = min(_LOOK_EVERY_S + _LOOK_SHARE * elapsed_s, _LOOK_AT_LEAST_EVERY_S)
-        self._look_at_s = elapsed_s + max(pause_s, _LOOK_PER_RANK_S * self._plane.world.size)
+        self._look_at_s = elapsed_s + max(pause_s, _LOOK_PER_RANK_S * len(self._ranks))
         own = self._publish()
-        others = self._some_others()
-        if self._place is Place.POINT and any(own.excludes(other) for other in self._in_backwards(others).values()):
-            self._decide(self._in_backwards(self._plane.world.ranks) | self._places())
+        others = self._some_others(self._ranks)
+        if own.sequence != GATES and any(own.excludes(other) for other in self._in_backwards(others).values()):
+            self._decide(self._in_backwards(self._ranks) | self._places())
         places = (self._read(rank) for rank in others)
         if not any(other is not None and own.excludes(other) for other in places):
             self._excluded_since = None
@@ -398,8 +413,8 @@ class Points:
         """The ranks do different things here: this one waits a moment for the words of all, whose number decides."""
         self._publish()
         places = self._places()
-        differ = len({(one.place, one.point) for one in places.values()}) > 1
-        if differ and (len(places) == self._plane.world.size or self._has_stood(_SETTLE_S)):
+        differ = len({(one.sequence, one.point) for one in places.values()}) > 1
+        if differ and (len(places) == len(self._ranks) or self._has_stood(_SETTLE_S)):
             self._decide(places)
 
     def _has_stood(self, seconds: float) -> bool:
@@ -410,31 +425,27 @@ class Points:
 
     def _decide(self, places: dict[int, Whereabouts]) -> NoReturn:
         """One rank's decision holds for all of them: whoever hears of it raises the same."""
-        error = disagreement(places, self._plane.world.size)
+        error = disagreement(places, self._ranks)
         self._plane.report_failure(error)
         self._plane.raise_if_peer_failed()
         raise error
 
     def _places(self) -> dict[int, Whereabouts]:
-        """Where the ranks stand, of those who stand somewhere."""
-        places = {rank: self._read(rank) for rank in self._plane.world.ranks}
-        return {rank: one for rank, one in places.items() if one is not None and self._is_present(one)}
+        """Where this rank and those that it waits for stand, of those who stand somewhere."""
+        own = self._publish()
+        words = self._plane.read_each([self._at(rank) for rank in self._ranks])
+        places = [Whereabouts.from_plain(words_of(word)) for word in words if word is not None]
+        here = {own.rank: own}
+        while near := [one for one in places if one.rank not in here and any(map(one.is_there_beside, here.values()))]:
+            here |= {one.rank: one for one in near}
+        return here
 
     def _in_backwards(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
         """Those that are in the backward of a step of which this rank has not begun its own, by their last beats."""
-        asked = list(ranks)
-        beats = self._plane.read_each([beat_key(rank) for rank in asked])
+        beats = self._plane.read_each([beat_key(rank) for rank in ranks])
         told = [words_of(beat)["whereabouts"] for beat in beats if beat is not None]
         found = [Whereabouts.from_plain(one) for one in told if one is not None and one.pop("run") == self.name]
-        return {one.rank: one for one in found if one.backward_gate > self._backward[1]}
-
-    def _is_present(self, one: Whereabouts) -> bool:
-        """Whether a word is of a place that this rank has not passed; every other one may be old."""
-        passed_points = self.num_calls - (self._place is Place.POINT)
-        passed_gates = self._gates - (self._place is Place.GATE)
-        if one.place is Place.POINT:
-            return one.points > passed_points
-        return one.place is Place.END or one.gates > passed_gates
+        return {one.rank: one for one in found if one.begun[BACKWARDS] > self._backward[1]}
 
     def ended(self, line: ControlPlane) -> dict[int, str]:
         """Peers that have ended their run, or wait for this rank at the end of an epoch, and which.
@@ -442,33 +453,32 @@ class Points:
         From any thread, over a connection of its own.
         """
         found = {}
-        for rank in self._some_others():
+        for rank in self._some_others(self._plane.world.ranks):
             one = self._read(rank, line)
-            if one is not None and (one.place is Place.END or one.points > self.num_calls) and one.point.has_ended:
+            if one is not None and (one.sequence == END or one.begun[POINTS] > self.num_calls) and one.point.has_ended:
                 found[rank] = one.point.has_ended
         return found
 
-    def _some_others(self) -> list[int]:
-        """All other ranks, or, among many, those at distances 1, 2, 4, ...: one pair that differs is enough."""
-        rank, size = self._plane.world.rank, self._plane.world.size
+    def _some_others(self, ranks: Sequence[int]) -> list[int]:
+        """All others, or, among many, those at distances 1, 2, 4, ...: one pair that differs is enough."""
+        place, size = ranks.index(self._plane.world.rank), len(ranks)
         if size <= _ALL_OTHERS + 1:
-            return [other for other in self._plane.world.ranks if other != rank]
-        return sorted({(rank + (1 << power)) % size for power in range((size - 1).bit_length())} - {rank})
+            return [*ranks[:place], *ranks[place + 1 :]]
+        return sorted({ranks[(place + (1 << power)) % size] for power in range((size - 1).bit_length())})
 
     def _publish(self) -> Whereabouts:
         if self._own is None:
-            assert self._place is not None
-            rank, point = self._plane.world.rank, self._point
+            assert self._sequence is not None
+            rank, point, is_point = self._plane.world.rank, self._point, self._sequence in self._exchanges
             if isinstance(point, GateRecord):
                 point = Point(operation=f"the step gate of batch {point.micro_batch}")
             self._own = Whereabouts(
                 rank=rank,
-                place=self._place,
-                points=self.num_calls,
-                gates=self._gates,
+                sequence=self._sequence,
+                begun={**self._begun, BACKWARDS: self._backward[1]},
                 point=point,
-                backward_gate=self._backward[1],
-                location=self._locate() if self._place is Place.POINT else None,
+                ranks=self._ranks if is_point and self._sequence != POINTS else (),
+                location=self._locate() if is_point else None,
             )
             self._plane.send(self._at(rank), json.dumps(asdict(self._own)).encode())
         return self._own

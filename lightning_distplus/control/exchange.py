@@ -17,13 +17,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntFlag
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import xxhash
 
-from lightning_distplus.control.plane import DIRECT_RANKS, ControlPlane
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.process import boot_id, open_memory
+
+if TYPE_CHECKING:
+    from lightning_distplus.control.plane import ControlPlane
+
+DIRECT_RANKS = 64
+"""So many ranks all read what all others say; of more, a few do."""
 
 # -- the record of a step ----------------------------------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class StepGate:
 
     Args:
         plane: The control plane.
-        name: Keeps the gates of several runs in one process apart; alike on all ranks.
+        name: Keeps the gates of several runs in one process apart; alike on all ranks, and no other gate's.
         must_agree: The fields in which records that differ are read by all ranks, however many there are.
     """
 
@@ -139,7 +144,7 @@ class StepGate:
         self._exchange = Exchange(plane, f"gate/{name}")
 
     def open(self, deadline: timedelta) -> None:
-        """Meets all ranks, so that every key is empty before the first record comes; finds those of this host."""
+        """Meets all ranks, and finds those of this host."""
         self._exchange.open(deadline)
 
     def exchange(self, record: GateRecord, deadline: timedelta) -> list[GateRecord]:
@@ -199,9 +204,6 @@ class Referee(Protocol):
     def judge(self) -> None:
         """Called at each look while they differ; what it raises ends the wait."""
 
-    def arrived(self) -> set[int]:
-        """The ranks that have come, for the message."""
-
 
 class Exchange:
     """One record of each rank at every number: in memory that the ranks of a host share, between hosts in the store.
@@ -214,33 +216,34 @@ class Exchange:
     Nobody waits for a rank that has come and stopped. Who waits for some time asks the store too; the lowest rank that
     has come posts those that have; and after a while each reads the entries of all, adds those of its host that are not
     there, and draws the conclusion itself. So the missing ranks are named, whoever they are. A rank that can share no
-    memory is a host of its own.
+    memory is a host of its own, and so is each until ``open``.
 
     Args:
         plane: The control plane.
-        name: Of the keys; alike on all ranks. It may be used again by those who meet again.
+        name: Of the keys; alike on all ranks, and no other exchange's.
+        ranks: Those that take part, in their order; all by default. The first of them stands for rank 0.
     """
 
-    def __init__(self, plane: ControlPlane, name: str) -> None:
+    def __init__(self, plane: ControlPlane, name: str, ranks: Sequence[int] = ()) -> None:
         self._plane = plane
         self._name = name
-        self._rank, self._size = plane.world.rank, plane.world.size
+        self._rank, self._ranks = plane.world.rank, ranks or plane.world.ranks
+        self._leads = self._rank == self._ranks[0]
         self._roll = Roll(plane, name)
         self._outcome_key = f"{name}/outcome"
+        self.keys = [*self._roll.keys, self._outcome_key]
         self.number = 0
-        if self._rank == 0:
-            plane.delete(self._outcome_key)
-        self._take_place(list(plane.world.ranks), mmap.mmap(-1, SharedRecords.num_bytes(self._size)))
+        self._take_place(list(plane.world.ranks), mmap.mmap(-1, SharedRecords.num_bytes(plane.world.size)))
 
     def open(self, deadline: timedelta) -> None:
-        """Meets all ranks, so that every key is empty before the first record, and finds those that share memory."""
+        """Finds the ranks that share memory; all of them take part."""
         self._take_place(*share_memory(self._plane, self._name, deadline))
 
     def _take_place(self, firsts: list[int], memory: mmap.mmap) -> None:
-        self._memory = SharedRecords(memory, self._size)
-        self._host = [rank for rank, first in enumerate(firsts) if first == firsts[self._rank]]
+        self._memory = SharedRecords(memory, len(firsts))
+        self._host = [rank for rank in self._ranks if firsts[rank] == firsts[self._rank]]
         self._is_first = self._rank == self._host[0]
-        self._num_hosts = len(set(firsts))
+        self._num_hosts = len({firsts[rank] for rank in self._ranks})
         self._is_split = self._num_hosts > 1
         self._bell = _AT_FIRST if self._is_split and self._is_first else _AT_ALL
 
@@ -271,7 +274,7 @@ class Exchange:
         """
         self._plane.raise_if_launcher_gone()
         if self._is_split:
-            self._late_every_s = max(_LATE_S, _LATE_PER_RANK_S * self._size)
+            self._late_every_s = max(_LATE_S, _LATE_PER_RANK_S * len(self._ranks))
             self._late_every_s = min(self._late_every_s, _LATE_SHARE * deadline.total_seconds())
             turn, now = self._host.index(self._rank) / len(self._host), time.monotonic()  # one after the other
             self._late_at = now + self._late_every_s * (1 + turn)
@@ -285,18 +288,17 @@ class Exchange:
             return have_come
 
         if not is_complete():
-            self.rest(0.0, _LINGER_S)  # ranks that train in step wait no longer
+            self.rest(_LINGER_S)  # ranks that train in step wait no longer
             if not is_complete():
-                arrived = self._arrived if referee is None else referee.arrived
-                self._plane.poll(is_complete, deadline, what=what, arrived=arrived, pause=self)
-        if self._is_split and self._rank == 0:
+                self._plane.poll(is_complete, deadline, what=what, arrived=self._arrived, pause=self)
+        if self._is_split and self._leads:
             self._roll.passed(self.number)
         records = self._said if self._is_split else self._here
-        return [records[rank][_DIGEST_BYTES:] for rank in range(self._size)]
+        return [records[rank][_DIGEST_BYTES:] for rank in self._ranks]
 
-    def rest(self, elapsed_s: float, at_most_s: float) -> None:
+    def rest(self, seconds: float) -> None:
         """Waits for a ring, or until the store is asked next."""
-        seconds = min(max(_LINGER_S, _LINGER_SHARE * elapsed_s), at_most_s)
+        seconds = max(seconds, _LINGER_S)
         if self._is_split and not self._is_known:
             seconds = min(seconds, max(0.0, self._ask_at - time.monotonic()))
         if len(self._host) > 1:
@@ -311,7 +313,7 @@ class Exchange:
             return True
         self._read_host()
         if not self._is_split:
-            self._is_known = len(self._here) == self._size
+            self._is_known = len(self._here) == len(self._ranks)
             return self._is_known
         outcome = self._memory.read(self.number, [self._memory.outcome]).get(self._memory.outcome)
         if outcome is None and (outcome := self._ask_in_time()) is not None:
@@ -320,7 +322,7 @@ class Exchange:
                 self._memory.ring(_AT_ALL, self.number)
         if outcome is not None:
             self._is_known = True
-            self._said = dict.fromkeys(range(self._size), self._own) if outcome == _EQUAL else _unpacked(outcome)
+            self._said = dict.fromkeys(self._ranks, self._own) if outcome == _EQUAL else _unpacked(outcome)
         return self._is_known
 
     def _read_host(self) -> None:
@@ -347,7 +349,7 @@ class Exchange:
         outcome = self._ask(now)
         pause_s = self._plane.longest_pause_s
         if self._is_first:
-            per_host_s = _ASK_FLOOR_PER_HOST_S if self._rank else _RANK_0_ASKS_PER_HOST_S
+            per_host_s = _RANK_0_ASKS_PER_HOST_S if self._leads else _ASK_FLOOR_PER_HOST_S
             floor_s = per_host_s * self._num_hosts if self._num_hosts > _FEW_HOSTS else _ASK_FLOOR_S
             pause_s = min(pause_s, max(floor_s, min(_ASK_SHARE * (now - self._asks_since), _ASK_CEILING_S)))
         self._ask_at = now + pause_s
@@ -356,7 +358,7 @@ class Exchange:
     def _ask(self, now: float) -> bytes | None:
         """Says what has come of this host, where that is this rank's part. The outcome, once it is known."""
         is_late = now >= self._late_at
-        reads_all = is_late or self._rank == 0 or self._num_hosts <= _FEW_HOSTS
+        reads_all = is_late or self._leads or self._num_hosts <= _FEW_HOSTS
         unsaid = self._here.keys() - self._posted if self._rank == min(self._here) else set()
         if unsaid:
             self._post(unsaid)
@@ -370,10 +372,10 @@ class Exchange:
         if unseen := self._here.keys() - self._said.keys():  # their first rank has stopped, or a stranger wrote over it
             self._post(unseen)
         records = self._said | self._here
-        if len(records) < self._size:
+        if len(records) < len(self._ranks):
             return None
         outcome = _packed(records) if len({one[:_DIGEST_BYTES] for one in records.values()}) > 1 else _EQUAL
-        if self._rank == 0 and self._num_hosts > _FEW_HOSTS:
+        if self._leads and self._num_hosts > _FEW_HOSTS:
             self._plane.send(self._outcome_key, b"%d " % self.number + outcome)
         return outcome
 
@@ -382,9 +384,10 @@ class Exchange:
         self._posted.update(ranks)
 
     def _arrived(self) -> set[int]:
+        """And those that are not awaited."""
         self._ask_at = self._late_at = 0.0
         self._look()
-        return {*self._here, *self._said}
+        return {*self._here, *self._said} | (set(self._plane.world.ranks) - set(self._ranks))
 
 
 # -- records in the store ----------------------------------------------------------------------------------------------
@@ -421,29 +424,27 @@ class Roll:
 
     def __init__(self, plane: ControlPlane, name: str) -> None:
         self._plane = plane
-        self._keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
-        self._entries = [plane.secret.entries(key) for key in self._keys]
-        if plane.world.rank == 0:
-            for key in self._keys:
-                plane.send_unsigned(key, b"")
+        self.keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
+        self._entries = [plane.secret.entries(key) for key in self.keys]
 
     def post(self, number: int, records: Mapping[int, bytes]) -> None:
         """Shows the records of some ranks; never waits."""
         turn = number % _NUM_KEYS
         entry = self._entries[turn].entry(_NUMBER.pack(number % _NUMBERS) + _packed(records))
-        self._plane.append(self._keys[turn], entry)
+        self._plane.append(self.keys[turn], entry)
 
     def read(self, number: int) -> dict[int, bytes]:
         """The records that have been posted at the number; never waits."""
         head, records, turn = _NUMBER.pack(number % _NUMBERS), dict[int, bytes](), number % _NUM_KEYS
-        for entry in self._entries[turn].read(self._plane.read_unsigned(self._keys[turn]) or b""):
+        for entry in self._entries[turn].read(self._plane.read_unsigned(self.keys[turn]) or b""):
             if entry.startswith(head):
                 records |= _unpacked(entry, len(head))
         return records
 
     def passed(self, number: int) -> None:
         """All have entered the number: the key of the one before it is emptied, for the one after the next."""
-        self._plane.send_unsigned(self._keys[(number + 2) % _NUM_KEYS], b"")
+        if number > 1:
+            self._plane.send_unsigned(self.keys[(number - 1) % _NUM_KEYS], b"")
 
 
 # -- records in memory that the ranks of a host share ------------------------------------------------------------------
@@ -454,10 +455,10 @@ _PLACE = struct.Struct("<QQI")  # the number, the sum of number and record, the 
 _PLACE_HEAD_BYTES = _PLACE.size
 _PLACE_BYTES = 256
 _LINGER_S = 0.02
-_LINGER_SHARE = 0.1  # of a longer wait
 # A futex: one who waits on it costs no processor, and is awake sooner than the shortest sleep ends.
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
+_syscall = ctypes.CDLL(None).syscall
 _ALL = 0x7FFFFFFF
 _sum = xxhash.xxh3_64_intdigest
 _AT_FIRST, _AT_ALL = range(2)  # the bells: for the first rank when its host has come, for the others when all have
@@ -479,7 +480,6 @@ class SharedRecords:
         self._set_bytes = (self.num_bytes(num_ranks) - ctypes.sizeof(_BELLS)) // _NUM_SETS
         self._bells = _BELLS.from_buffer(memory, _NUM_SETS * self._set_bytes)
         self._heard = (_AT_ALL, 0)
-        self._syscall = ctypes.CDLL(None).syscall
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
@@ -487,11 +487,18 @@ class SharedRecords:
         return _NUM_SETS * 2 * _PLACE_BYTES * (num_ranks + 1) + ctypes.sizeof(_BELLS)
 
     def write(self, number: int, place: int, record: bytes) -> None:
-        """Puts a record into a rank's place, or the outcome into the one behind them; never waits."""
-        assert _PLACE_HEAD_BYTES + len(record) <= _PLACE_BYTES or place == self.outcome
-        start = self._start(number) + place * _PLACE_BYTES
+        """Puts a record into a rank's place, or the outcome into the one behind them; never waits.
+
+        An outcome with records longer than places, which another version of this package has posted, is left out: who
+        waits for it reads the entries, and names that version.
+        """
+        first = place * _PLACE_BYTES
+        room = self._set_bytes - first if place == self.outcome else _PLACE_BYTES
         record = _PLACE.pack(number, _sum(record, number), len(record)) + record
-        self._memory[start : start + len(record)] = record
+        assert len(record) <= room or place == self.outcome
+        if len(record) <= room:
+            start = self._start(number) + first
+            self._memory[start : start + len(record)] = record
 
     def read(self, number: int, places: Iterable[int]) -> dict[int, bytes]:
         """What stands at the number in those of the places that have been written; never waits."""
@@ -521,13 +528,13 @@ class SharedRecords:
         passes.
         """
         self._bells[bell] = number & 0xFFFFFFFF
-        self._syscall(_FUTEX, self._at(bell), _WAKE, _ALL, None, None, 0)
+        _syscall(_FUTEX, self._at(bell), _WAKE, _ALL, None, None, 0)
 
     def wait(self, seconds: float) -> None:
         """Returns at the next ring after ``listen``, or sooner, or when the time is over."""
         bell, heard = self._heard
         at_most = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
-        self._syscall(_FUTEX, self._at(bell), _WAIT, ctypes.c_uint32(heard), at_most, None, 0)
+        _syscall(_FUTEX, self._at(bell), _WAIT, ctypes.c_uint32(heard), at_most, None, 0)
 
     def _at(self, bell: int) -> Any:
         return ctypes.byref(self._bells, bell * ctypes.sizeof(ctypes.c_uint32))

@@ -14,14 +14,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from lightning_distplus._compat import PrefixStore, Store, clone_store
+from lightning_distplus.control.exchange import DIRECT_RANKS, Exchange
 from lightning_distplus.control.first_error import FirstError, Listener
-from lightning_distplus.control.secret import ENTRY_BYTES, Entries, Secret, SignedStore, words_of
+from lightning_distplus.control.secret import Entries, Secret, SignedStore, words_of
 from lightning_distplus.errors import DistplusError, PeerLost, PeerMissing
 from lightning_distplus.process import (
     ProcessState,
@@ -37,9 +39,6 @@ from lightning_distplus.world import LAUNCHER, World
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-DIRECT_RANKS = 64
-"""So many ranks all read what all others say; of more, a few do."""
 
 # A wait polls, because torch's store writes a warning to stderr for every wait that times out, and because Ctrl-C and a
 # peer's error must end it. The pause grows with the time already waited: the overshoot stays below a tenth.
@@ -61,10 +60,6 @@ _READ_AT_ONCE = 256  # so many small values make a message of some 100 KiB
 _NAMED_RANKS = 16
 
 _RANK = struct.Struct("<I")
-_SIGNED_RANK_BYTES = ENTRY_BYTES + _RANK.size
-# What has been written over is written again by those who wait; many of them look less often.
-_LOOK_AT_ROLL_EVERY_S = 1.0
-_LOOK_AT_ROLL_PER_RANK_S = 0.02
 
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -131,8 +126,8 @@ class Watcher(Protocol):
 class Pause(Protocol):
     """Waits between two looks in the place of a sleep: ``Exchange``."""
 
-    def rest(self, elapsed_s: float, at_most_s: float) -> None:
-        """Called in a wait of so long up to now; waits at most so long."""
+    def rest(self, seconds: float) -> None:
+        """Waits for about so long, or until there is something to look at."""
 
 
 class Locator(Protocol):
@@ -175,6 +170,7 @@ class ControlPlane:
         self.secret_file: Path | None = None
         """Where this process has left the secret for the others; removed at the end."""
         self._calls: Counter[str] = Counter()
+        self._waits_for = ""
 
     def store_for(self, name: str) -> Store:
         """A store with keys and a connection of its own, for a process group."""
@@ -215,8 +211,7 @@ class ControlPlane:
         """
         key = self._fresh_key("barrier", name)
         what = f"the barrier {name!r}"
-        self._arrive(key, deadline, what=what)
-        self._leave(key, [f"{key}/{part}" for part in ("arrived", "open")], deadline, what=what)
+        self._leave(key, self._arrive(key, deadline, what=what), deadline, what=what)
 
     def gather(self, name: str, value: bytes, deadline: timedelta) -> list[bytes]:
         """Every rank's value, of at most 1 MiB, in rank order, on every rank.
@@ -234,14 +229,15 @@ class ControlPlane:
         keys = [f"{key}/{rank}" for rank in self.world.ranks]
         what = f"the gather {name!r}"
         self.send(keys[self.world.rank], value)
+        relayed: list[str] = []
         if self.world.size <= DIRECT_RANKS:
             values = self._read_all(keys, deadline, what)
         else:
-            values = self._read_relayed(key, keys, deadline, what)
+            values, relayed = self._read_relayed(key, keys, deadline, what)
         # Everything is here. A peer that draws a conclusion from it and raises is heard at the next wait: until then
         # this rank comes to the same conclusion by itself, with values and evidence of its own.
         with suppress(DistplusError):
-            self._leave(key, keys, deadline, what=what)
+            self._leave(key, [*keys, *relayed], deadline, what=what)
         return values
 
     def gather_json(self, name: str, value: dict[str, Any], deadline: timedelta) -> list[dict[str, Any]]:
@@ -303,7 +299,8 @@ class ControlPlane:
 
     def signed_in(self, key: str, entries: Entries | None = None) -> set[int]:
         """The ranks that have signed a key; with its ``entries``, where it is asked for often, each is checked once."""
-        return _ranks_of((entries or self.secret.entries(key)).read(self.read_unsigned(key) or b""))
+        found = (entries or self.secret.entries(key)).read(self.read_unsigned(key) or b"")
+        return {_RANK.unpack(entry)[0] for entry in found}
 
     def delete(self, key: str) -> None:
         """Deletes a key, where it is."""
@@ -337,7 +334,8 @@ class ControlPlane:
             ranks = [LAUNCHER] if self.host_rank is None else [self.host_rank]
             who = "the launcher's agent" if self.host_rank is None else f"rank {self.host_rank}"
             raise PeerLost(
-                f"Rank {self.world.rank} lost the connection to {who}, which serves the job's store, during {what}. "
+                f"Rank {self.world.rank} lost the connection to {who}, which serves the job's store, during "
+                f"{self._waits_for or what}. "
                 "Its process or its host is gone; look at the last lines of its log.",
                 ranks,
             ) from error
@@ -401,25 +399,27 @@ class ControlPlane:
         ceiling = self.longest_pause_s
         start = running_time()
         look_at_s = _FIRST_LOOK_S
-        while not is_complete():
-            if self.first_error is not None and not is_complete():  # a peer may have failed over what all have sent
-                self.raise_if_peer_failed()
-            elapsed = running_time() - start
-            if self.watcher is not None:
-                self.watcher.while_waiting(elapsed)
-            if elapsed >= look_at_s:
-                look_at_s = elapsed + min(max(_FIRST_LOOK_S, _LOOK_SHARE * elapsed), _LOOK_AT_LEAST_EVERY_S)
-                self.raise_if_gone(what, arrived)
-            left = deadline.total_seconds() - elapsed
-            if left <= 0:
-                missing = set(self.world.ranks) - arrived()
-                if is_complete():  # the last one came while we looked for it
-                    return
-                raise self._missing(missing, deadline, what)
-            if pause is None:
-                time.sleep(min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left))
-            else:
-                pause.rest(elapsed, min(ceiling, left))
+        outer, self._waits_for = self._waits_for, what
+        try:
+            while not is_complete():
+                if self.first_error is not None and not is_complete():  # a peer may have failed over what all have sent
+                    self.raise_if_peer_failed()
+                elapsed = running_time() - start
+                if self.watcher is not None:
+                    self.watcher.while_waiting(elapsed)
+                if elapsed >= look_at_s:
+                    look_at_s = elapsed + min(max(_FIRST_LOOK_S, _LOOK_SHARE * elapsed), _LOOK_AT_LEAST_EVERY_S)
+                    self.raise_if_gone(what, arrived)
+                left = deadline.total_seconds() - elapsed
+                if left <= 0:
+                    missing = set(self.world.ranks) - arrived()
+                    if is_complete():  # the last one came while we looked for it
+                        return
+                    raise self._missing(missing, deadline, what)
+                seconds = min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left)
+                time.sleep(seconds) if pause is None else pause.rest(seconds)
+        finally:
+            self._waits_for = outer
 
     def raise_if_gone(self, what: str, arrived: Callable[[], set[int]] = set) -> None:
         """Raises when the process of a rank that has not ``arrived`` is gone, as far as this host can tell.
@@ -491,34 +491,12 @@ class ControlPlane:
         self._calls[f"{kind}/{name}"] += 1
         return f"{kind}/{name}/{self._calls[f'{kind}/{name}']}"
 
-    def _arrive(self, key: str, deadline: timedelta, *, what: str) -> None:
-        """Says that this rank has come, and waits until all have; whoever comes last lets all through."""
-        arrived, opened = f"{key}/arrived", f"{key}/open"
-        entries = self.secret.entries(arrived)
-        own = entries.entry(_RANK.pack(self.world.rank))
-        self.append(arrived, own)
-        complete_bytes = self.world.size * _SIGNED_RANK_BYTES
-        look_every_s = max(_LOOK_AT_ROLL_EVERY_S, _LOOK_AT_ROLL_PER_RANK_S * self.world.size)
-        look_at: float | None = None
-
-        def is_open() -> bool:
-            nonlocal look_at
-            if look_at is not None and self._call(what, self._signed.read, opened) is not None:
-                return True
-            if look_at is not None and running_time() < look_at:
-                return False
-            is_first, look_at = look_at is None, running_time() + look_every_s
-            roll = self._call(what, self._signed.read_raw, arrived) or b""
-            if is_first and len(roll) < complete_bytes:
-                return False
-            come = _ranks_of(entries.read(roll))
-            if len(come) == self.world.size:
-                self.send(opened, b"")
-            elif not is_first and self.world.rank not in come:  # a stranger has written over it
-                self.append(arrived, own)
-            return len(come) == self.world.size
-
-        self.poll(is_open, deadline, what=what, arrived=lambda: self.signed_in(arrived))
+    def _arrive(self, key: str, deadline: timedelta, *, what: str) -> list[str]:
+        """Says that this rank has come, and waits until all have; the keys of that."""
+        exchange = Exchange(self, key)
+        exchange.post(b"")
+        exchange.collect(deadline, what=what)
+        return exchange.keys
 
     def _present(self, keys: Sequence[str]) -> set[int]:
         """Which of the keys, one per rank, are there."""
@@ -530,7 +508,7 @@ class ControlPlane:
         values: list[bytes] = []
 
         def is_complete() -> bool:
-            if not self._call(what, self._store.check, list(keys)):
+            if not self._call(f"reading {keys[0]!r}", self._store.check, list(keys)):
                 return False
             signed = [value for value in self._receive(keys) if value is not None]
             values[:] = signed
@@ -539,27 +517,30 @@ class ControlPlane:
         self.poll(is_complete, deadline, what=what, arrived=arrived or (lambda: self._present(keys)))
         return values
 
-    def _read_relayed(self, key: str, keys: Sequence[str], deadline: timedelta, what: str) -> list[bytes]:
-        """Above 64 ranks rank 0 reads all values and the others read its collection: N messages instead of N * N."""
+    def _read_relayed(
+        self, key: str, keys: Sequence[str], deadline: timedelta, what: str
+    ) -> tuple[list[bytes], list[str]]:
+        """Above 64 ranks rank 0 reads all values and the others read its collection: N messages instead of N * N.
+
+        Returns:
+            The values, and the keys of the collection.
+        """
+        sizes_key, arrived, values = f"{key}/sizes", partial(self._relayed, keys), list[bytes]()
         if self.world.rank == 0:
             values = self._read_all(keys, deadline, what)
+            sizes = [len(value) for value in values]
+        else:
+            sizes = json.loads(*self._read_all([sizes_key], deadline, what, arrived))
+        chunks = {f"{key}/chunk/{start}": start for start in range(0, sum(sizes), _CHUNK_BYTES)}
+        if self.world.rank == 0:
             whole = b"".join(values)
-            for chunk, start in _chunks(key, len(whole)):
+            for chunk, start in chunks.items():
                 self.send(chunk, whole[start : start + _CHUNK_BYTES])
-            self.send(f"{key}/sizes", json.dumps([len(value) for value in values]).encode())
-            return values
-        told = b""
-
-        def is_complete() -> bool:
-            nonlocal told
-            told = self.read(f"{key}/sizes") or b""
-            return bool(told)
-
-        self.poll(is_complete, deadline, what=what, arrived=lambda: self._relayed(keys))
-        sizes = json.loads(told)
-        parts = [chunk for chunk, _ in _chunks(key, sum(sizes))]
-        whole = b"".join(self._read_all(parts, deadline, what, arrived=lambda: self._relayed(keys)) if parts else ())
-        return [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+            self.send(sizes_key, json.dumps(sizes).encode())
+        else:
+            whole = b"".join(self._read_all([*chunks], deadline, what, arrived) if chunks else ())
+            values = [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        return values, [*chunks, sizes_key]
 
     def _relayed(self, keys: Sequence[str]) -> set[int]:
         """The ranks that have done their part; where all values are there, rank 0 has not passed them on."""
@@ -583,18 +564,8 @@ class ControlPlane:
             what=what,
             arrived=lambda: {0, *self.signed_in(left, entries)},
         )
-        chunks = [chunk for chunk, _ in _chunks(key, sum(json.loads(self.read(f"{key}/sizes") or b"[]")))]
-        for used in (*keys, *chunks, f"{key}/sizes", left):
+        for used in (*keys, left):
             self.delete(used)
-
-
-def _ranks_of(entries: Iterable[bytes]) -> set[int]:
-    return {_RANK.unpack(entry)[0] for entry in entries}
-
-
-def _chunks(key: str, num_bytes: int) -> list[tuple[str, int]]:
-    """The keys of what rank 0 passes on, each with the byte at which it begins."""
-    return [(f"{key}/chunk/{start}", start) for start in range(0, num_bytes, _CHUNK_BYTES)]
 
 
 # -- the end of a run --------------------------------------------------------------------------------------------------

@@ -50,10 +50,7 @@ _MAX_WAITING = 256  # micro-batches
 def sum_of_samples(epoch: int, positions: Numbers, ids: Numbers) -> int:
     """The sum, modulo 2**64, of a hash of each sample: the order and the cut into batches do not matter to it.
 
-    Args:
-        epoch: The epoch of the positions.
-        positions: int64 of shape (num_samples,).
-        ids: int64 of shape (num_samples,) or (num_samples, numbers per id).
+    positions: int64 of shape (num_samples,); ids: likewise, or of shape (num_samples, numbers per id).
     """
     mixed = positions.astype(np.uint64) * _MULTIPLIERS[0]
     mixed += np.uint64(epoch)
@@ -98,13 +95,8 @@ class SampleSum:
 class AuditWriter:
     """Appends the records of one rank and one run, each with one system call and without a wait for the disk.
 
-    What a killed process has written is there; what a crashed host has written in the last seconds may not be.
-
-    Args:
-        folder: Of all records of the job; made when missing.
-        run: The name of this run, the same on all ranks; names order like time.
-        rank: Global rank.
-        facts: What is true of the whole run; plain values.
+    What a killed process has written is there; what a crashed host has written in the last seconds may not be. Names
+    of runs, the same on all ranks, order like time; ``facts`` are plain values that are true of the whole run.
     """
 
     def __init__(self, folder: str | Path, run: str, rank: int, facts: dict[str, Any]) -> None:

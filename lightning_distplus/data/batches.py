@@ -217,16 +217,9 @@ class Quarantine:
         return found
 
     def around(self, order: Order, *, step: int, first: int, end: int) -> Order:
-        """An order with stand-ins.
+        """An order with stand-ins, for positions from ``first`` to before ``end``; it raises where none is left.
 
-        Args:
-            order: Positions to ids.
-            step: Positions from a sample to that of the same place in the next micro-batch.
-            first: The first position of the order.
-            end: The position behind the last one that is asked for.
-
-        Raises:
-            ValueError: By the order: there is no sample left to stand in.
+        ``step`` positions lie between a sample and that of the same place in the next micro-batch.
         """
 
         def with_stand_ins(positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -354,15 +347,13 @@ class SampleLoader:
 
     It is no DataLoader and has no ``load_state_dict``, so that Lightning neither rebuilds it with another sampler nor
     hands every rank the state of rank 0. Its iterator asks for the plan at the first ``next()`` and not before: by
-    then the Trainer has restored all states.
+    then the Trainer has restored all states. The global generator is never drawn from.
 
     Args:
         fetcher: An object with ``__getitems__(request)`` that returns the batch; where it also has
             ``finish(batch, pin_memory=...)``, that is called in this process and returns the finished batch.
         plan: Called at the start of each pass: the requests that remain in this epoch.
-        num_batches: Batches of a whole epoch, also after a resume (Lightning adds what was done before).
-        options: Workers and pinning.
-        seed: Of the DataLoader's own generator; the global one is never drawn from.
+        num_batches: Of a whole epoch, also after a resume (Lightning adds what was done before).
         on_asked: Told each request before this process fetches it, or waits for it.
     """
 

@@ -95,8 +95,6 @@ def why_not(loader: Any) -> str | None:
         return f"The state_dict() of {data_name} takes arguments: only its own loader can ask for it. {_TWO_LINES}"
     if is_stream and not has_state(data) and not _is_stateful(loader):
         return f"{data_name} is iterable and has no state_dict() with a load_state_dict(). {_TWO_LINES}"
-    if not is_stream and not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
-        return f"{data_name} has no __getitem__. {_TWO_LINES}"
     if not loader.in_order:
         return "With in_order=False workers deliver batches in any order. Leave it out."
     for sampler in () if is_stream else (loader.batch_sampler, loader.sampler):
@@ -120,7 +118,7 @@ class ExactLoader(DataLoader[Any]):
     """What decides about the order, and how far it has come."""
 
     def __iter__(self) -> Any:
-        return ExactBatches(self, super().__iter__)
+        return self.distplus_order.batches(super().__iter__)
 
     @classmethod
     def of(cls, loader: DataLoader[Any], fit: LoaderResume) -> ExactLoader:
@@ -131,33 +129,8 @@ class ExactLoader(DataLoader[Any]):
         exact.__class__ = cls if type(loader) is DataLoader else type(type(loader).__name__, bases, {})
         for name in [name for name, value in vars(exact).items() if name[0] == "_" and isinstance(value, Iterator)]:
             del vars(exact)[name]  # what runs over the original, with its workers, where they persist
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        exact.distplus_order = (StreamOrder if is_stream else MapOrder)(exact, fit)
+        exact.distplus_order = (StreamOrder if isinstance(loader.dataset, IterableDataset) else MapOrder)(exact, fit)
         return exact  # type: ignore[no-any-return]
-
-
-class ExactBatches(Iterator[Any]):
-    """An iterator over a loader. Lightning makes it early: what a resume needs is known when the first batch is due."""
-
-    def __init__(self, loader: ExactLoader, iterate: Callable[[], Iterator[Any]]) -> None:
-        self.loader = loader
-        self._iterate = iterate
-        self._is_first = True
-        self.batches: Iterator[Any] | None = None
-        """Those of a pass that has begun."""
-        if not loader.distplus_order.fit.hold(self):
-            self.begin(None)
-
-    def begin(self, saved: Mapping[str, Any] | None) -> None:
-        """Begins a new pass, or one of a checkpoint."""
-        self.batches = self.loader.distplus_order.begin(self._iterate, saved)
-
-    def __next__(self) -> Any:
-        if self._is_first:
-            self.loader.distplus_order.fit.begin(self)
-            self._is_first = False
-        assert self.batches is not None
-        return next(self.batches)
 
 
 # -- map-style data ----------------------------------------------------------------------------------------------------
@@ -174,20 +147,26 @@ class _Pass:
     """One iteration over a loader; several in an epoch where a ``CombinedLoader`` begins a short one again."""
 
     epoch: int
-    number: int = 0  # of the passes in that epoch
-    first_batch: int = 0  # the batch of the epoch before which it began
-    skip: int = 0  # its batches that a resume leaves out
-    at_iter: States = field(default_factory=dict)  # when torch asked the sampler for an iterator, where some draw
-    at_draw: States | None = None  # and when it asked for the first index, where others do; None before that
-    num_drawn: int = 0  # how often the sampler, or batch sampler, has been asked for more
+    number: int  # of the passes in that epoch
+    first_batch: int  # the batch of the epoch before which it began
+    skip: int  # its batches that a resume leaves out
+    saved: Mapping[str, Any] | None  # this pass in the checkpoint, if it began in an earlier process
+    key: int | None  # of the seeds of its samples
+    at_iter: States = field(default_factory=dict)  # when torch asks the sampler for an iterator, where some draw
+    at_draw: States | None = None  # and when it asks for the first index, where others do
+    source: Iterator[Any] = field(init=False)  # what the sampler, or batch sampler, gives behind what is
+    drawn: list[Any] = field(default_factory=list)  # with the first index, or again
+    num_drawn: int = 0  # how often one whose indices are looked at has been asked for more
     digest: int = 0  # of what it gave
-    saved: Mapping[str, Any] | None = None  # this pass in the checkpoint, if it began in an earlier process
-    has_delivered: bool = False  # or is about to
     asked: deque[tuple[Any, int]] = field(default_factory=deque)  # not delivered yet: an index, the samples before it
 
     @property
     def place(self) -> tuple[int, int]:
         return self.epoch, self.first_batch
+
+    def state(self, num_batches: int) -> dict[str, Any]:
+        names = ("epoch", "number", "at_iter", "at_draw", "num_drawn", "digest")
+        return {"batch": num_batches, **{name: getattr(self, name) for name in names}}
 
     def note(self, index: Any) -> Any:
         self.num_drawn, self.digest = self.num_drawn + 1, xxhash.xxh3_64_intdigest(repr(index).encode(), self.digest)
@@ -210,15 +189,15 @@ class MapOrder:
         else:
             self.batch_size, self.sampler = None, self._batches
         self.is_computed = type(self.sampler) in _COMPUTED
-        self._own = _generators_of(loader)  # attributes of the loader or its samplers
+        parts = {name: getattr(loader, name) for name in ("generator", "sampler", "batch_sampler")}
+        seen = {id(loader.dataset)}
+        self._own = {path: one for name in parts for path, one in _generators_of(name, parts[name], seen)}
         self._drawn_from = dict(self._own)
         if not self.is_computed or isinstance(self.sampler, RandomSampler):
             self._drawn_from["torch"] = torch.default_generator
         if not self.is_computed:
             self._drawn_from |= {"python": random, "numpy": np.random}
         self._passes: list[_Pass] = []
-        self._seeds: Callable[[int], int] | None = None
-        self._is_seeded = False  # whether torch has drawn the seed of workers that persist in an earlier process
         self.delivered: tuple[int, Any, int] | None = None
         """Of what has left last: the epoch, the index that was drawn, and this rank's samples before it."""
 
@@ -231,102 +210,93 @@ class MapOrder:
             "drop_last": [getattr(one, "drop_last", None) for one in (self._batches, self.sampler)],
         }
 
-    def state(self, position: Position) -> dict[str, Any]:
-        """What a resume at a position needs."""
+    def state(self, position: Position, left: list[Any]) -> dict[str, Any]:
+        """What a resume at a position needs; ``left`` are passes of a checkpoint that have not begun again."""
         here = position.epoch, position.batches
         found = [one for one in self._passes if one.epoch == position.epoch and one.place <= here][-1:]
         later = [one for one in self._passes if one.place > here]  # where micro-batches of a window are done again
-        passes = [
-            {
-                "epoch": one.epoch,
-                "number": one.number,
-                "batch": position.batches - one.first_batch if one in found else 0,
-                "at_iter": one.at_iter,
-                "at_draw": _states_of(self._own) if one.at_draw is None else one.at_draw,
-                "is_drawn": one.at_draw is not None,
-                "num_drawn": one.num_drawn,
-                "digest": one.digest,
-            }
-            for one in (*found, *later)
-        ]
+        passes = [one.state(position.batches - one.first_batch) for one in found]
         return {
             **self.identity(),
             "seed": self.sampler.seed if isinstance(self.sampler, DistributedSampler) else None,
             "generators": _states_of(self._own),
-            "passes": passes,
+            "passes": [*passes, *(one.state(0) for one in later), *left],
         }
 
     def place(self, state: Mapping[str, Any]) -> None:
         """Takes over from a checkpoint what lasts longer than a pass."""
         if isinstance(self.sampler, DistributedSampler) and state["seed"] is not None:
             self.sampler.seed = state["seed"]
-        self._is_seeded = True
         _set_states(self._own, state["generators"])
 
-    def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Begins a pass as torch does, or one of a checkpoint, whose draws the generators of this process forget."""
-        self._passes = [one for one in self._passes if one.has_delivered]
-        if (position := self.fit.position()) is not None:
+    def batches(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """One pass, or the rest of one of a checkpoint, whose draws the generators of this process forget.
+
+        It begins with its first batch: Lightning makes iterators that it does not use.
+        """
+        fit, loader = self.fit, self.loader
+        starts, epoch = fit.begin(self), fit.epoch
+        saved = starts.popleft() if starts and starts[0]["epoch"] == epoch else None
+        number = max((one.number + 1 for one in self._passes if one.epoch == epoch), default=0)
+        number, skip = (number, 0) if saved is None else (saved["number"], saved["batch"])
+        if (position := fit.position()) is not None:
             while len(self._passes) > 1 and self._passes[1].place <= (position.epoch, position.batches):
                 self._passes.pop(0)  # no checkpoint can stand there any more
-        loader, epoch = self.loader, self.fit.epoch
-        number = max((one.number + 1 for one in self._passes if one.epoch == epoch), default=0)
-        this = _Pass(epoch, number, saved=saved)
-        if saved is not None:
-            this.number, this.skip = saved["number"], saved["batch"]
+        key = None if (key := fit.key_of(self)) is None else derive_key(key, epoch, number)
+        this = _Pass(epoch, number, fit.batch - skip, skip, saved, key)
         self._passes.append(this)
-        if this.skip and this.skip >= len(loader):
-            return self._batches_of(this, iter(()))
+        if skip and skip >= len(loader):
+            return
         used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
-        if loader.persistent_workers and self._is_seeded:
-            used["generator"], self._is_seeded = torch.Generator(), False
-        self._seeds = self.fit.sample_seeds(loader, self.sampler, this.epoch, this.number)
-        if self._seeds is not None:
+        if key is not None:
             used["dataset"] = _SeededDataset(loader.dataset)
+        if loader.persistent_workers and (epoch, number) != (0, 0):
+            used["generator"] = torch.Generator()  # the seed of such workers is drawn once in a run
+        elif saved is None and number == 0 and fit.has_new_loaders:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         with generators_kept() if saved is not None else nullcontext():
-            return self._batches_of(this, iterate_with(used, loader, iterate))
-
-    def _batches_of(self, this: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
-        """Runs from the first batch on: Lightning makes iterators that it does not use."""
-        this.first_batch, this.has_delivered = self.fit.batch - this.skip, True
+            batches = iterate_with(used, loader, iterate)
+            self._draw(this)
         for batch in batches:
-            self.delivered = this.epoch, *this.asked.popleft()  # torch delivers in the order in which it has asked
+            self.delivered = epoch, *this.asked.popleft()  # torch delivers in the order in which it has asked
             yield batch
 
     def __len__(self) -> int:
         return len(self.sampler if self._batches is None else self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """What torch asks the workers for in the latest pass: indices, with a seed for each sample."""
-        this, saved = self._passes[-1], self._passes[-1].saved
-        this.num_drawn = this.digest = 0  # with workers torch asks twice
-        this.asked.clear()
-        if saved is not None:
-            _set_states(self._drawn_from, saved["at_iter"])
-        this.at_iter = _states_of(self._drawn_from)
-        skip = this.skip if self.is_computed else 0
-        return self._draw(after(self.sampler if self._batches is None else self._batches, skip), this)
+        """What torch asks the workers for in the latest pass; with workers it asks twice."""
+        this = self._passes[-1]
+        if this.saved is not None:
+            _set_states(self._drawn_from, this.saved["at_iter"])
+        this.at_iter, this.at_draw, this.num_drawn, this.digest = _states_of(self._drawn_from), None, 0, 0
+        source = after(self.sampler if self._batches is None else self._batches, this.skip if self.is_computed else 0)
+        this.source = source if self.is_computed else map(this.note, source)
+        return self._indices(this)
 
-    def _draw(self, source: Iterator[Any], this: _Pass) -> Iterator[Any]:
-        saved, seed_of, drawn = this.saved, self._seeds, []
-        with generators_kept() if saved is not None and saved["is_drawn"] else nullcontext():
-            if saved is not None:
-                _set_states(self._drawn_from, saved["at_draw"])
-            this.at_draw = _states_of(self._drawn_from)
-            if self.is_computed:
-                drawn = list(islice(source, 1))  # such a sampler draws with its first index
-            elif saved is not None:
-                drawn = [this.note(index) for index in islice(source, saved["num_drawn"])]
-                if (this.num_drawn, this.digest) != (saved["num_drawn"], saved["digest"]):
-                    raise DatasetMismatch(_differs(self.sampler, saved["num_drawn"]))
-        num_samples = this.skip * (self.batch_size or 0)
+    def _draw(self, this: _Pass) -> None:
+        """Draws the first index, or, again, the indices that were drawn before the checkpoint."""
+        if this.at_draw is not None:
+            return
+        if (saved := this.saved) is not None:
+            _set_states(self._drawn_from, saved["at_draw"])
+        this.at_draw = _states_of(self._drawn_from)
+        this.drawn = list(islice(this.source, 1 if saved is None else saved["num_drawn"] or 1))
+        if saved is not None and (this.num_drawn, this.digest) != (saved["num_drawn"], saved["digest"]):
+            raise DatasetMismatch(_differs(self.sampler, saved["num_drawn"]))
+
+    def _indices(self, this: _Pass) -> Iterator[Any]:
+        """Indices that are not done, with a seed for each sample."""
+        self._draw(this)
+        ranks, key = self.fit.ranks_of(self.sampler), this.key
+        drawn, num_samples = this.drawn, this.skip * (self.batch_size or 0)
         if not self.is_computed:
-            num_samples, drawn = sum(map(self._size, drawn[: this.skip])), drawn[this.skip :]
-        for index in chain(drawn, source if self.is_computed else map(this.note, source)):
+            drawn, num_samples = drawn[this.skip :], sum(map(self._size, drawn[: this.skip]))
+        for index in chain(drawn, this.source):
             size = self._size(index)
             this.asked.append((index, num_samples))
-            places = range(num_samples, num_samples + size)
-            yield index if seed_of is None else _Drawn(index, [seed_of(place) for place in places])
+            places = range(num_samples * ranks.size + ranks.rank, (num_samples + size) * ranks.size, ranks.size)
+            yield index if key is None else _Drawn(index, [splitmix64(key ^ place) for place in places])
             num_samples += size
 
     def _size(self, index: Any) -> int:
@@ -385,21 +355,16 @@ def _kept_here() -> Any:
     return generators_kept() if get_worker_info() is None else nullcontext()  # the model must not notice
 
 
-def _generators_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The generators that are attributes of a loader and of its samplers, by the way to them."""
-    found: dict[str, Any] = {}
-    seen = {id(loader.dataset)}
-    left: list[tuple[str, Any]] = [(name, getattr(loader, name)) for name in ("generator", "sampler", "batch_sampler")]
-    while left:
-        path, value = left.pop(0)
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-            found[path] = value
-        elif isinstance(value, Sampler | Dataset) or "." not in path:
-            left += [(f"{path}.{name}", one) for name, one in getattr(value, "__dict__", {}).items()]
-    return found
+def _generators_of(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The generators that are attributes of a loader and of its samplers, with the way to them."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+        yield path, value
+    elif isinstance(value, Sampler | Dataset) or "." not in path:
+        for name, one in getattr(value, "__dict__", {}).items():
+            yield from _generators_of(f"{path}.{name}", one, seen)
 
 
 def _states_of(generators: Mapping[str, Any]) -> States:
@@ -426,7 +391,7 @@ def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
 # -- loaders and loops in step -----------------------------------------------------------------------------------------
 
 _KEY = "lightning_distplus_dataloaders"  # in a checkpoint
-_VERSION = 2
+_VERSION = 3
 
 _ANEW = (
     "will begin the data of that epoch anew: the batches before the checkpoint are repeated, and as many of the others "
@@ -448,13 +413,10 @@ class LoaderResume(InStep):
         self.trainer = trainer
         self._seeds_samples = seeds_samples
         self._seed = int(env.PL_GLOBAL_SEED.get() or 0)
-        self._cursor: Cursor | None = None
+        self.cursor: Any = None  # a Cursor, once training has started
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
-        self._has_found = False  # where the loaders begin
-        self._position: Position | None = None  # where the Trainer will be placed
-        self._is_placed = False  # at a checkpoint, and has fetched nothing yet
-        self._early: list[ExactBatches] = []  # iterators that were made before that
-        self._starts: dict[int, deque[Mapping[str, Any]]] = {}  # of the checkpoint, by loader: passes to begin
+        self._position: Position | None = None  # and where it will be
+        self._starts: dict[int, deque[Mapping[str, Any]]] | None = {}  # passes to begin again; None: not found yet
         self._begun_epoch = -1
         self._has_warned = False  # of a state that no checkpoint can hold
         self._num_seeds = 0  # of workers, drawn before the generators are those of the checkpoint
@@ -470,65 +432,50 @@ class LoaderResume(InStep):
 
     @property
     def is_exact(self) -> bool:
-        """Whether a later resume of the fit that runs is exact."""
-        return self._cursor is not None
+        """Whether the fit that runs is exact."""
+        return self.cursor is not None
 
     # -- what a loader asks for
 
     @property
     def epoch(self) -> int:
         """The epoch that runs, or comes next."""
-        return int(self.trainer.fit_loop.epoch_progress.current.processed)
+        here = self._position
+        return int(self.trainer.fit_loop.epoch_progress.current.processed) if here is None else here.epoch
 
     @property
     def batch(self) -> int:
         """The batch of the epoch that is fetched now."""
-        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        here = self._position
+        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready) if here is None else here.batches
+
+    @property
+    def has_new_loaders(self) -> bool:
+        """Whether Lightning makes the loaders of this epoch anew, and an iterator of them that it does not use."""
+        every = self.trainer.reload_dataloaders_every_n_epochs
+        return bool(every > 0 and self.epoch > 0 and self.epoch % every == 0)
 
     def position(self) -> Position | None:
         """Where a run that is resumed now would go on; None before training starts."""
-        return None if self._cursor is None else self._cursor.position()
+        return None if self.cursor is None else self.cursor.position()
 
-    def hold(self, batches: ExactBatches) -> bool:
-        """Whether an iterator has to wait for the Trainer to be placed; it takes the place of an earlier one."""
-        for starts in self._starts.values():
-            while starts and starts[0]["epoch"] < self.epoch:
-                starts.popleft()
-        waits = self._loaded is not None or any(one and one[0]["epoch"] == self.epoch for one in self._starts.values())
-        self._early = [one for one in self._early if one.loader is not batches.loader]
-        if waits or self._cursor is None:
-            self._early.append(batches)
-        return waits
-
-    def begin(self, batches: ExactBatches) -> None:
-        """Begins an iterator, before its first batch, and all that were made before the Trainer was placed."""
+    def begin(self, order: MapOrder | StreamOrder) -> deque[Mapping[str, Any]]:
+        """The passes of a checkpoint that a loader begins again; called when the first batch of a pass is due."""
         if self._loaded is not None and self._why_not() is None:
             self._find_starts(self._loaded)
-        exact = self._exact()
-        early, self._early = [one for one in self._early if one.loader in exact], []
-        is_resumed, self._is_placed = self._is_placed, False
-        if self._cursor is not None and self.epoch != self._begun_epoch:
+        if self.cursor is not None and self.epoch != self._begun_epoch:
             self._begun_epoch = self.epoch
-            self._cursor.begin_epoch()
+            self.cursor.begin_epoch()
         if self.timer is not None:
             self.timer.go_on()
-        due = [self._starts.get(exact.index(one.loader)) for one in early]
-        starts = [one.popleft() if one and one[0]["epoch"] == self.epoch else None for one in due]
-        every = self.trainer.reload_dataloaders_every_n_epochs
-        if is_resumed and not any(starts) and every > 0 and self.epoch > 0 and self.epoch % every == 0:
-            for one in early:
-                one.begin(None)  # as Lightning does where it makes loaders anew between two epochs
-        for one, start in zip(early, starts, strict=True):
-            if start is not None or is_resumed or one.batches is None:
-                one.begin(start)
+        starts = (self._starts or {}).get(self._place_of(order), deque())
+        while starts and starts[0]["epoch"] < self.epoch:
+            starts.popleft()
+        return starts
 
-    def sample_seeds(self, loader: Any, sampler: Any, epoch: int, number: int) -> Callable[[int], int] | None:
-        """The seed of each of this rank's samples in a pass; the same for a sample on any number of ranks."""
-        if not self._seeds_samples:
-            return None
-        ranks = self.ranks_of(sampler)
-        key = derive_key(self._seed, AUGMENT, epoch, self._place_of(loader), number)
-        return lambda place: splitmix64(key ^ (place * ranks.size + ranks.rank))
+    def key_of(self, order: MapOrder | StreamOrder) -> int | None:
+        """Of the random numbers of a loader's samples, the same on all ranks; None where they are left alone."""
+        return derive_key(self._seed, AUGMENT, self._place_of(order)) if self._seeds_samples else None
 
     def ranks_of(self, sampler: Any) -> DataParallel:
         """The ranks among which a sampler divides an epoch; where it does not, those that draw beside each other."""
@@ -536,44 +483,30 @@ class LoaderResume(InStep):
             return DataParallel(rank=sampler.rank, size=sampler.num_replicas)
         return data_parallel(self.trainer)
 
-    def stream_seed(self, loader: Any) -> int | None:
-        """The seed of a loader's iterable data on this rank."""
-        ranks = data_parallel(self.trainer)
-        return derive_key(self._seed, AUGMENT, self._place_of(loader), ranks.rank) if self._seeds_samples else None
-
     def note_seed(self) -> None:
         """Torch draws the seed of workers; anew once the generators are those of the checkpoint."""
         self._num_seeds += self._loaded is not None
 
-    def _place_of(self, loader: Any) -> int:
-        return next((place for place, one in enumerate(self._exact()) if one is loader), 0)
+    def _place_of(self, order: MapOrder | StreamOrder) -> int:
+        return next((place for place, one in enumerate(self.orders) if one is order), 0)
 
     @property
     def orders(self) -> list[MapOrder | StreamOrder]:
         """Those of the loaders that resume exactly."""
-        return [one.distplus_order for one in self._exact()]
-
-    def _exact(self) -> list[ExactLoader]:
-        return [one for one in _leaves(self.trainer.train_dataloader) if isinstance(one, ExactLoader)]
+        return [one.distplus_order for one in _leaves(self.trainer.train_dataloader) if isinstance(one, ExactLoader)]
 
     # -- Lightning's hooks, beside those that every data set needs
-
-    @property
-    def cursor(self) -> Cursor:
-        """Where the Trainer stands."""
-        assert self._cursor is not None, "it is made when training starts"
-        return self._cursor
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Takes a state over, and opens its epoch again. Without one the fit goes on as Lightning's does."""
         state = checkpoint.get(_KEY)
         loop = checkpoint.get("loops", {}).get("fit_loop", {})
         self._has_foreign_states = state is None and bool(loop.get("state_dict", {}).get("combined_loader"))
-        if state is None or not is_fitting(trainer) or self._cursor is not None:  # the Tuner goes back to where it was
+        if state is None or not is_fitting(trainer) or self.cursor is not None:  # the Tuner goes back to where it was
             return
         self.timer = Timer()
         require_version("state of the DataLoader", state, _VERSION)
-        self._loaded, self._seed, self._has_found, self._position = dict(state), state["seed"], False, None
+        self._loaded, self._seed, self._starts = dict(state), state["seed"], None
         if not pl_module.automatic_optimization:
             self._loaded["position"] = {**state["position"], "steps": checkpoint["global_step"]}
         reopen_epoch(trainer, checkpoint, Position(**self._loaded["position"]), ends_open=state["ends_open"])
@@ -606,10 +539,8 @@ class LoaderResume(InStep):
 
     def _packed(self, position: Position) -> bytes:
         """The state of this rank's loaders; empty where a checkpoint cannot hold it."""
-        states = [one.state(position) for one in self.orders]
-        for place, starts in self._starts.items():
-            if starts and position == self._position:  # nothing has been fetched since the resume
-                states[place]["passes"] = list(starts)
+        left = self._starts or {}
+        states = [one.state(position, list(left.get(place, ()))) for place, one in enumerate(self.orders)]
         try:
             return pack(states, owner="the DataLoader")
         except TypeError as error:
@@ -620,7 +551,7 @@ class LoaderResume(InStep):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Puts the loops at a loaded position, or refuses other data; warns where a later resume would not be exact."""
-        self._cursor, self._begun_epoch = None, -1
+        self.cursor, self._begun_epoch = None, -1
         loaded, self._loaded = self._loaded, None
         if (why := self._why_not()) is not None:
             if loaded is not None and loaded["position"]["batches"]:
@@ -632,11 +563,12 @@ class LoaderResume(InStep):
         micro_batch, accumulation = self.orders[0].batch_size or 1, trainer.accumulate_grad_batches
         geometry = Geometry(micro_batch=micro_batch, accumulation=accumulation, ranks=data_parallel(trainer))
         has_stream = any(isinstance(one, StreamOrder) for one in self.orders)
-        self._cursor = Cursor(trainer, geometry, knows_length=not has_stream)
+        self.cursor = Cursor(trainer, geometry, knows_length=not has_stream)
         if loaded is not None:
             self._find_starts(loaded)
             if self._position is not None:
-                self._cursor.place(self._position)
+                self.cursor.place(self._position)
+        self._position = None
         self._watch_steps(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -647,7 +579,7 @@ class LoaderResume(InStep):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def _is_fitted_by(self, trainer: Any) -> bool:
-        return is_fitting(trainer) and self._cursor is not None
+        return is_fitting(trainer) and self.is_exact
 
     def _why_not(self) -> str | None:
         """Why a later resume of this fit would not be exact; None: it will be."""
@@ -671,38 +603,39 @@ class LoaderResume(InStep):
 
     def _find_starts(self, state: Mapping[str, Any]) -> None:
         """Finds, once, where each loader begins and where the Trainer will be placed; or refuses other data."""
-        if self._has_found:
+        if self._starts is not None:
             return
-        self._has_found = True
-        position, cut = Position(**state["position"]), self._cut()
-        ranks = state["ranks"]
+        self._starts = {}
+        position, ranks, before, now = Position(**state["position"]), state["ranks"], state["cut"], self._cut()
         saved = unpack(ranks[self.trainer.global_rank if len(ranks) == self.trainer.world_size else 0])
         passes = {place: deque(one["passes"]) for place, one in enumerate(saved)}
         has_stream = any(one.get("stream") is not None for one in chain(*passes.values()))
+        ours = [one.identity() for one in self.orders]
+        lines = [line for pair in zip(saved, ours, strict=False) for line in differences(*pair)]
+        if len(ours) != len(saved):
+            lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
         if position.batches or has_stream:
-            ours = [one.identity() for one in self.orders]
-            lines = [line for before, now in zip(saved, ours, strict=False) for line in differences(before, now)]
-            if len(ours) != len(saved):
-                lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
             if lines:
                 _refuse("\n".join(lines))
-            if text := self._other_cut(state["cut"], cut, num_states=len(ranks)):
+            if text := self._other_cut(before, now, num_states=len(ranks)):
                 if has_stream:
                     _refuse(f"{text}; of iterable data only the data know how they are divided")
                 if self.trainer.is_global_zero:
                     _log.warning("the data of this epoch begin anew, as they do in Lightning: %s", text)
                 return
-        if cut != state["cut"] and not has_stream:
-            before, now, length = state["cut"]["accumulation"], cut["accumulation"], self.trainer.num_training_batches
-            batches = int(length) if state["is_at_end"] else position.batches // before * now
+        length = self.trainer.num_training_batches
+        if now != before and not has_stream and length != float("inf"):
+            windows = position.batches // before["accumulation"]
+            batches = int(length) if state["is_at_end"] else windows * now["accumulation"]
             position = replace(position, batches=batches, total_batches=position.epoch * int(length) + batches)
             for one in chain(*passes.values()):
-                one["batch"] = one["batch"] // before * now
-            self.receipt = f"; {_text(cut)}, before {_text(state['cut'])}"
-        if len(self.orders) == len(saved):
+                one["batch"] = one["batch"] // before["accumulation"] * now["accumulation"]
+            self.receipt = f"; {_text(now)}, before {_text(before)}"
+        self._position = position
+        if not lines:  # else other data begin with an epoch
+            self._starts = passes
             for order, one in zip(self.orders, saved, strict=True):
                 order.place(one)
-        self._starts, self._is_placed, self._position = passes, True, position
 
     def _cut(self) -> dict[str, Any]:
         """How samples are cut into batches, and those into steps."""

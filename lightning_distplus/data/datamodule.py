@@ -48,13 +48,13 @@ from lightning_distplus.data.progress import (
     Timer,
     change_of_cut,
     data_parallel,
+    differences,
     epoch_length,
     is_fitting,
     position_at,
     read_state,
     refuse_changing_windows,
     refuse_past_end,
-    require_same_data,
     state_of,
 )
 from lightning_distplus.data.samplers import OwnSampler
@@ -230,13 +230,9 @@ class ExactDataModule(pl.LightningDataModule):
         return True
 
     def require_fit(self, num_steps: int | None) -> bool:
-        """Compares a loaded position with this run.
+        """Compares a loaded position with this run; says whether its epoch ends with an open window.
 
-        Args:
-            num_steps: The Trainer's steps with manual optimization, which may do none or several in a batch.
-
-        Returns:
-            Whether its epoch ends with an open window of manual optimization.
+        ``num_steps`` are the Trainer's with manual optimization, which may do none or several in a batch.
 
         Raises:
             DatasetMismatch: It belongs to other data, another order or another global batch, or lies past the end of
@@ -331,13 +327,15 @@ class ExactDataModule(pl.LightningDataModule):
     def _translate(self, state: Mapping[str, Any], geometry: Geometry) -> Position:
         """A saved position in the micro-batches of this run."""
         state = self._adopt(state)
-        require_same_data(
-            state,
-            self._known_identity,
-            self.source_names(),
-            explain=self._explain,
-            ignore_fingerprint=self._ignore_fingerprint,
-        )
+        text = "\n".join(f"  {line}" for line in self._differences(state))
+        if text and self._ignore_fingerprint:
+            _log.warning("The data is not that of the checkpoint; going on, because ignore_fingerprint=True:\n%s", text)
+        elif text:
+            raise DatasetMismatch(
+                f"The checkpoint was written with other data or another order:\n{text}\n"
+                "Give this run the data and settings of the checkpoint, or pass ignore_fingerprint=True to the data "
+                "module to go on at the same position of the new order (samples may then repeat or be missed)."
+            )
         if state["order_version"] != ORDER_VERSION:  # the run goes on in the order in which it began
             self._known_identity = {**self._known_identity, "order_version": state["order_version"]}
         position, global_batch = read_state(state), int(state["global_batch"])
@@ -462,13 +460,9 @@ class ExactDataModule(pl.LightningDataModule):
     def _require_reachable(self, position: Position, global_batch: int) -> None:
         """Raises when the position lies past the data; data without an end need not override this."""
 
-    def source_names(self) -> list[str]:
-        """What messages call the sources, where there are some."""
-        return []
-
-    def _explain(self, place: int) -> str:
-        """What differs first between source ``place`` and that of the checkpoint; empty where that is not known."""
-        return ""
+    def _differences(self, state: Mapping[str, Any]) -> Iterator[str]:
+        """What in the data, or in its order, is not as in a saved state."""
+        return differences(state, self._known_identity)
 
     def _warnings_of_resume(self) -> Iterator[str]:
         """What the ranks say before a resumed run trains, beside what is refused."""

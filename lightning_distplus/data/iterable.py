@@ -70,14 +70,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def pack(state: Any, *, owner: str) -> bytes:
-    """A state as bytes.
-
-    Args:
-        state: Containers, numbers, strings, bytes, tensors and numpy arrays.
-        owner: Whose state it is, for the message.
+    """A state as bytes: containers, numbers, strings, bytes, tensors and numpy arrays.
 
     Raises:
-        TypeError: Something else is in it; the message names the place.
+        TypeError: Something else is in it; the message names ``owner`` and the place.
     """
     stream = io.BytesIO()
     torch.save(_to_plain(state, "", owner), stream)
@@ -211,15 +207,7 @@ class Stateful:
 def stateful(
     data: Any, *, batch_size: int, num_workers: int, batched: bool, ranks: DataParallel, allow_stateless: bool
 ) -> tuple[Stateful, bool]:
-    """Checks iterable training data, and says whether it yields batches, or is said to.
-
-    Args:
-        data: An iterable data set, a ``StatefulDataLoader``, a node or ``Loader`` of torchdata, a litdata data set.
-        batch_size: Samples of a batch.
-        num_workers: Worker processes that this package shall start.
-        batched: Whether the data is said to yield batches.
-        ranks: The data-parallel ranks.
-        allow_stateless: Whether a resumed run may begin data anew that has no state.
+    """Checks iterable training data, and says whether it yields batches, or is said to (``batched``).
 
     Raises:
         ValueError: It cannot be resumed exactly; the message says why and what to pass instead.
@@ -392,9 +380,8 @@ class StreamReader(IterableDataset[Item]):
         start = self.begin.workers[worker]
         if self._own is not None:
             start = self._own.begin_again()
-        elif start.epoch < self.epoch:  # versions before this one have saved ended passes so, too
-            num_samples = None if start.is_ended else self.batch_size or 1
-            for _ in islice(self._samples(worker, start), num_samples):
+        elif start.epoch < self.epoch:
+            for _ in islice(self._samples(worker, start), self.batch_size or 1):
                 pass
             start = WorkerState(epoch=self.epoch)
         elif not start.is_ended and worker <= self.begin.last_worker:
@@ -516,14 +503,13 @@ class _Place(NamedTuple):
     stream: StreamState
     num_passes: int = 0  # complete ones: workers whose state is of an earlier pass have not begun this one
     number: int = 0  # of this pass in the epoch
-    is_seeded: bool = True  # whether torch has drawn the seed of its workers
 
     @classmethod
     def saved(cls, saved: Mapping[str, Any], num_workers: int) -> _Place:
         """The place in a checkpoint, which knows of no stream where workers begin with the data as they are."""
         stream = None if saved["stream"] is None else StreamState.closed(saved["stream"])
         stream = stream or StreamState.at_beginning(num_workers, saved["num_passes"])
-        return cls(saved["epoch"], saved["batch"], stream, saved["num_passes"], saved["number"], saved["is_seeded"])
+        return cls(saved["epoch"], saved["batch"], stream, saved["num_passes"], saved["number"])
 
 
 class StreamOrder:
@@ -540,7 +526,6 @@ class StreamOrder:
         self._here: _Place | None = None  # None: nothing has been read
         self._again: list[WorkerState] = []  # of each worker: see Item
         self._places: dict[tuple[int, int], _Place] = {}  # that a checkpoint may stand at, by epoch and batch
-        self._over_epoch = -1  # of which nothing is left
 
     def identity(self) -> dict[str, Any]:
         """What has to be equal, because only the data know how they are divided."""
@@ -551,41 +536,53 @@ class StreamOrder:
             "num_workers": self.loader.num_workers,
         }
 
-    def state(self, position: Position) -> dict[str, Any]:
-        """What a resume at a position needs."""
-        is_over = is_at_end(self.fit.trainer, position)
-        epoch, batch = (position.epoch + 1, 0) if is_over else (position.epoch, position.batches)
+    def state(self, position: Position, left: list[Any]) -> dict[str, Any]:
+        """What a resume at a position needs; ``left`` is what a checkpoint holds, where nothing has been read since."""
+        epoch, batch = position.epoch, position.batches
+        if is_at_end(self.fit.trainer, position):
+            epoch, batch = epoch + 1, 0
         found = max((at for at in self._places if at[0] == epoch and at <= (epoch, batch)), default=None)
         place = self._next_pass(epoch) if found is None else self._places[found]
         is_fresh = place.stream == StreamState.at_beginning(self.loader.num_workers, place.num_passes)
-        passes = [{**place._asdict(), "stream": None if is_fresh else place.stream.opened(), "is_over": False}]
-        if is_over or place.number:  # a ``CombinedLoader`` has to notice that an earlier pass is over
-            passes.insert(0, {**passes[0], "epoch": position.epoch, "number": -1, "stream": None, "is_over": is_over})
-        return {**self.identity(), "passes": passes}
+        stream, has_begun = None if is_fresh else place.stream.opened(), found is not None
+        passes = [{**place._asdict(), "stream": stream, "has_begun": has_begun}]
+        if place.number:  # a ``CombinedLoader`` has to notice that an earlier pass is over
+            passes.insert(0, {**passes[0], "number": -1, "stream": None})
+        return {**self.identity(), "passes": left or passes}
 
     def place(self, state: Mapping[str, Any]) -> None:
         """Takes over from a checkpoint what lasts longer than a pass: nothing."""
 
-    def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Begins a pass as torch does, or one of a checkpoint."""
-        loader, fit = self.loader, self.fit
-        if saved is not None and saved["number"] < 0:
-            self._over_epoch = saved["epoch"] if saved["is_over"] else -1
-            return iter(())
-        if self._over_epoch == fit.epoch:
-            return iter(())
-        place = self._next_pass(fit.epoch) if saved is None else _Place.saved(saved, loader.num_workers)
-        seed, begin = fit.stream_seed(loader), place.stream
+    def batches(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """One pass, or the rest of one of a checkpoint; it begins with its first batch, as of map-style data."""
+        starts, epoch = self.fit.begin(self), self.fit.epoch
+        if starts and starts[0]["epoch"] > epoch:  # a resume where nothing is left of this one
+            return
+        saved = starts.popleft() if starts else None
+        if saved is None:
+            yield from self._read(self._next_pass(epoch), iterate, None)
+        elif saved["number"] >= 0:
+            place, has_batches = _Place.saved(saved, self.loader.num_workers), False
+            for batch in self._read(place, iterate, saved):
+                has_batches = True
+                yield batch
+            if place.number and not has_batches:  # a ``CombinedLoader`` that begins a pass again needs one
+                yield from self._read(self._next_pass(epoch), iterate, None)
+
+    def _read(
+        self, here: _Place, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None
+    ) -> Iterator[Any]:
+        loader, fit, begin, key = self.loader, self.fit, here.stream, self.fit.key_of(self)
         if saved is None and (loader.num_workers or self._source.is_live):  # the data stand where torch begins
-            begin = StreamState.at_beginning(loader.num_workers, place.num_passes)
+            begin = StreamState.at_beginning(loader.num_workers, here.num_passes)
         reader = StreamReader(
             source=self._source,
             batch_size=self.batch_size,
             collate=loader.collate_fn,
             rest="drop" if loader.drop_last else "keep",
-            seed=seed,
+            seed=None if key is None else derive_key(key, fit.ranks_of(None).rank),
             begin=begin,
-            epoch=place.num_passes,
+            epoch=here.num_passes,
         )
         used: dict[str, Any] = {
             "dataset": _ShownReader(loader.dataset, _reader=reader),
@@ -595,46 +592,35 @@ class StreamOrder:
             "_IterableDataset_len_called": None,
         }
         if saved is not None and loader.generator is None:
-            if place.is_seeded:
-                used["generator"] = torch.Generator()
+            if saved["has_begun"] or (loader.persistent_workers and here.num_passes):
+                used["generator"] = torch.Generator()  # torch has drawn the seed of its workers in an earlier process
             else:
                 fit.note_seed()
-        items = isolated(iterate_with(used, loader, iterate), loader.num_workers == 0 and seed is not None)
-        batches = self._batches(items, place)
-        return batches if saved is None or not place.number else self._or_next_pass(batches, iterate)
-
-    def _next_pass(self, epoch: int) -> _Place:
-        """The place before a pass that has not begun."""
-        here, num_workers = self._here, self.loader.num_workers
-        if here is None:
-            return _Place(epoch, 0, StreamState.at_beginning(num_workers), is_seeded=False)
-        num_passes, persist = here.num_passes + 1, self.loader.persistent_workers
-        stream = StreamState.at_beginning(num_workers, num_passes)
-        if num_workers == 0 or persist:  # from where the pass before has left the data
-            stream = StreamState(tuple(one.begin_again() if one.is_ended else one for one in self._again))
-        batch, number = (here.batch, here.number + 1) if here.epoch == epoch and here.batch else (0, 0)
-        return _Place(epoch, batch, stream, num_passes, number, is_seeded=persist)
-
-    def _batches(self, items: Iterator[Item], here: _Place) -> Iterator[Any]:
-        """Runs from the first batch on: Lightning makes iterators that it does not use."""
+        items = isolated(iterate_with(used, loader, iterate), loader.num_workers == 0 and key is not None)
         self._here, self._again = here, list(here.stream.workers)
-        self._places.setdefault((here.epoch, here.batch), here._replace(is_seeded=True))
+        self._places.setdefault((here.epoch, here.batch), here)
         for item in items:
             self._again[item.worker] = item.state if item.state.is_ended else item.again
             here = self._here = here._replace(stream=here.stream.after(item), batch=here.batch + (item.kind == "batch"))
             if item.kind == "batch":
-                self._places[here.epoch, here.batch] = here._replace(is_seeded=True)
-                if (position := self.fit.position()) is not None:
+                self._places[here.epoch, here.batch] = here
+                if (position := fit.position()) is not None:
                     at = position.epoch, position.batches
                     oldest = max((one for one in self._places if one <= at), default=(here.epoch, here.batch))
                     self._places = {at: one for at, one in self._places.items() if at >= oldest}
                 yield item.batch
 
-    def _or_next_pass(self, batches: Iterator[Any], iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """A ``CombinedLoader`` that begins a pass again ends where it has nothing."""
-        first = list(islice(batches, 1))
-        yield from first
-        yield from batches if first else self.begin(iterate, None)
+    def _next_pass(self, epoch: int) -> _Place:
+        """The place before a pass that has not begun."""
+        here, num_workers = self._here, self.loader.num_workers
+        if here is None:
+            return _Place(epoch, 0, StreamState.at_beginning(num_workers))
+        num_passes = here.num_passes + 1
+        stream = StreamState.at_beginning(num_workers, num_passes)
+        if num_workers == 0 or self.loader.persistent_workers:  # from where the pass before has left the data
+            stream = StreamState(tuple(one.begin_again() if one.is_ended else one for one in self._again))
+        batch, number = (here.batch, here.number + 1) if here.epoch == epoch and here.batch else (0, 0)
+        return _Place(epoch, batch, stream, num_passes, number)
 
 
 # -- the iterable training data of a data module -----------------------------------------------------------------------
@@ -663,13 +649,7 @@ class IterableTraining:
     Batch b is the one before which the Trainer has processed b micro-batches, in the whole run. Each comes with the
     state after it, which is kept until the optimizer step that it belongs to is complete. A batch that was fetched and
     not trained on when an epoch ended, because Lightning looks one batch ahead, is the first of the next epoch.
-
-    Args:
-        data: What the user has given.
-        owner: Knows where the training stands.
-        reader: Reads it; ``begin`` is where this rank stands at first.
-        workers: Workers and pinning.
-        before: Of an earlier Trainer in this process, which may have moved the same data on.
+    ``before`` is of an earlier Trainer in this process, which may have moved the same data on.
     """
 
     def __init__(

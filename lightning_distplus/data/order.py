@@ -370,13 +370,8 @@ class MixturePhase:
     ) -> MixturePhase:
         """The phase in which sources ``new`` take the place of ``old`` from ``sample`` on.
 
-        A source that stays (same content, same number of samples) goes on with its next draw; any other begins.
-
-        Args:
-            old: Rows (fingerprint, weight as an integer, number of samples) of this phase.
-            new: Rows of the next one.
-            sample: Where it begins.
-            seed: Of the order.
+        A source that stays (same content, same number of samples) goes on with its next draw; any other begins. A row
+        is (fingerprint, weight as an integer, number of samples).
         """
         mixture = self.mixture([row[1] for row in old], seed)
         drawn = [before + here for before, here in zip(self.draws, mixture.draws_at(sample - self.first), strict=True)]

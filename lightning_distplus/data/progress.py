@@ -13,7 +13,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat
@@ -51,7 +51,6 @@ __all__ = [
     "refuse_changing_windows",
     "refuse_past_end",
     "reopen_epoch",
-    "require_same_data",
     "require_version",
     "state_of",
 ]
@@ -143,56 +142,11 @@ def read_state(state: Mapping[str, Any]) -> Position:
     return Position(**{name: state[name] for name in names}, is_epoch_done=state.get("is_epoch_done", False))
 
 
-def require_same_data(
-    state: Mapping[str, Any],
-    ours: Mapping[str, Any],
-    names: Sequence[str],
-    *,
-    explain: Callable[[int], str],
-    ignore_fingerprint: bool,
-) -> None:
-    """Refuses other data, or another order, than those of a saved state; warns where ``ignore_fingerprint`` is set.
-
-    Args:
-        state: The saved one.
-        ours: What defines them here.
-        names: Of our sources.
-        explain: What differs first inside a source of this number; empty where that is not known.
-        ignore_fingerprint: Go on with what differs.
-    """
-    text = "\n".join(f"  {line}" for line in differences(state, ours, names, explain))
-    if text and ignore_fingerprint:
-        _log.warning("The data is not that of the checkpoint; going on, because ignore_fingerprint=True:\n%s", text)
-    elif text:
-        raise DatasetMismatch(
-            f"The checkpoint was written with other data or another order:\n{text}\n"
-            "Give this run the data and settings of the checkpoint, or pass ignore_fingerprint=True to the data module "
-            "to go on at the same position of the new order (samples may then repeat or be missed)."
-        )
-
-
-def differences(
-    saved: Mapping[str, Any],
-    ours: Mapping[str, Any],
-    names: Sequence[str] = (),
-    explain: Callable[[int], str] = lambda place: "",
-) -> Iterator[str]:
-    """One line for each thing that differs, with both sides; arguments as in ``require_same_data``."""
-
-    def sides(what: str, before: Any, now: Any) -> Iterator[str]:
-        if before != now:
-            yield f"{what}: {before!r} in the checkpoint, {now!r} in this run"
-
-    for name in sorted(ours.keys() - {"sources"}):
-        yield from sides(name, saved.get(name), ours.get(name))
-    old, new = saved.get("sources", []), ours.get("sources", [])
-    yield from sides("number of sources", len(old), len(new))
-    for place, pair in enumerate(zip(old, new, strict=True) if len(old) == len(new) else ()):
-        label = f"source {place} ({names[place]})" if names else f"source {place}"
-        for what, before, now in zip(("fingerprint", "weight / 2**32", "num_samples"), *pair, strict=True):
-            yield from sides(f"{label}: {what}", before, now)
-            if before != now and what == "fingerprint" and (inside := explain(place)):
-                yield f"{label}: {inside}"
+def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each value that differs, with both sides."""
+    for name, now in sorted(ours.items()):
+        if (before := saved.get(name)) != now:
+            yield f"{name}: {before!r} in the checkpoint, {now!r} in this run"
 
 
 def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
@@ -225,26 +179,14 @@ class _Validation:
 
 
 class Cursor:
-    """The position of a Trainer in the data.
-
-    Args:
-        trainer: A Lightning Trainer that fits.
-        geometry: Batch sizes of this fit.
-        knows_length: Whether the Trainer knows how many micro-batches an epoch has; else only the data know.
-        consumed_samples: What earlier fits of the same Trainer consumed.
-    """
+    """The position of a Trainer in the data. Earlier fits of the same Trainer have done ``consumed_samples``."""
 
     def __init__(
-        self,
-        trainer: Any,
-        geometry: Geometry,
-        *,
-        knows_length: bool = True,
-        consumed_samples: int = 0,
+        self, trainer: Any, geometry: Geometry, *, knows_length: bool = True, consumed_samples: int = 0
     ) -> None:
         self.trainer = trainer
         self.geometry = geometry
-        self._knows_length = knows_length
+        self._knows_length = knows_length  # of an epoch, in micro-batches; else only the data do
         self._end = -1  # micro-batches of the whole run after which the data have ended
         self._is_placed = False
         self._validations: list[_Validation] = []

@@ -35,7 +35,7 @@ from lightning_distplus.data.order import (
     past_mixture,
     permute,
 )
-from lightning_distplus.data.progress import Position
+from lightning_distplus.data.progress import Position, differences
 from lightning_distplus.data.token_files import Source, TokenSource, open_source
 from lightning_distplus.errors import refuse_unknown_arguments, require_type
 from lightning_distplus.world import DataParallel
@@ -178,13 +178,7 @@ def inventory(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def first_difference(record: Any, place: int, now: Mapping[str, Any]) -> str:
-    """The first thing in which a source differs from that of a checkpoint, with both sides, in one line.
-
-    Args:
-        record: The checkpoint's, of any version, or None.
-        place: Number of the source.
-        now: This run's ``contents`` of that source.
-    """
+    """The first thing in which a source's ``contents`` differ from those of a checkpoint, with both sides."""
     if not (before := _source_of(record, place)):
         return ""
     old, new = before["facts"], now["facts"]
@@ -228,6 +222,7 @@ def _source_of(record: Any, place: int) -> Mapping[str, Any]:
 
 _log = logging.getLogger(__name__)
 _FILES = "lightning_distplus_files"  # in a checkpoint: what the sources are made of
+_ROW = ("fingerprint", "weight / 2**32", "num_samples")  # of a source, in the identity
 _MAX_PAST = 4  # earlier mixtures in the state, which stays below 1 KB
 
 
@@ -345,7 +340,7 @@ class TokenDataModule(ExactDataModule):
             self._phase = self._phase.followed_by(was, now, sample=sample, seed=self._seed)
             state = {**state, "sources": [list(row) for row in now], **self._phase.as_state()}
             if self._phase != before and self.trainer is not None and self.trainer.is_global_zero:
-                _log.warning("%s", change_of_mixture(self._phase, was, now, self.source_names()))
+                _log.warning("%s", change_of_mixture(self._phase, was, now, self._source_names()))
         elif len(now) != len(was):
             self._phase = None  # refused next, or, with ignore_fingerprint, another order altogether
         self._known_identity = self._identity()
@@ -366,11 +361,20 @@ class TokenDataModule(ExactDataModule):
         """Takes the record of the files, which decides nothing."""
         self._files_before = checkpoint.get(_FILES)
 
-    def _explain(self, place: int) -> str:
-        return first_difference(self._files_before, place, self._contents_of(place))
+    def _differences(self, state: Mapping[str, Any]) -> Iterator[str]:
+        """Of each source too what differs, and of its content the first thing."""
+        ours, old, new = self._known_identity, state["sources"], self._known_identity["sources"]
+        yield from differences(state, {name: value for name, value in ours.items() if name != "sources"})
+        yield from differences({"number of sources": len(old)}, {"number of sources": len(new)})
+        for place, name in enumerate(self._source_names() if len(old) == len(new) else ()):
+            before, now = (dict(zip(_ROW, rows[place], strict=True)) for rows in (old, new))
+            lines = list(differences(before, now))
+            if before["fingerprint"] != now["fingerprint"]:
+                lines.append(first_difference(self._files_before, place, self._contents_of(place)))
+            yield from (f"source {place} ({name}): {line}" for line in lines if line)
 
     def _warnings_of_resume(self) -> Iterator[str]:
-        for place, name in enumerate(self.source_names()):
+        for place, name in enumerate(self._source_names()):
             if text := rewritten(self._files_before, place, self._contents_of(place)):
                 yield f"source {place} ({name}): {text}"
 
@@ -407,8 +411,7 @@ class TokenDataModule(ExactDataModule):
     def _num_global_batches(self, geometry: Geometry) -> int:
         return num_global_batches(sum(self._num_samples("train")), geometry, "drop")
 
-    def source_names(self) -> list[str]:
-        """What messages call the training sources."""
+    def _source_names(self) -> list[str]:
         return [source.label for source in self._sources["train"]]
 
     def _order(self, position: Position) -> tuple[Order, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import statistics
 import time
 from collections import defaultdict, deque
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger(__name__)
-_BLOCKING = frozenset({"moment", "epoch", "global_step", "micro_batch", "last_batch", "collective", "gradient_sum"})
+_BLOCKING = frozenset(
+    {"moment", "epoch", "global_step", "micro_batch", "last_batch", "gradient_sum"}
+    | {"collective", "structure", "arguments", "end"}  # of two calls that do not belong together
+)
 """The ranks stand at different points: to go on would be to hang."""
+_REMEDY = re.compile(r"do: |Nothing was exchanged\. ")
 
 
 def digest(value: Any) -> int:
@@ -114,7 +119,7 @@ class MonitoredRun:
             incident=f"{name_incident('divergence', self.plane.run_id)}-step{step}", run_id=self.plane.run_id,
             kind="divergence", culprits=error.ranks, waiting=sorted(set(world.ranks) - set(error.ranks)),
             phase="step", operation=error.field, location=None, global_step=step, elapsed_s=0.0,
-            cause=message.splitlines()[0], remedy=message.rpartition("do: ")[2], field=error.field, values=values,
+            cause=message.splitlines()[0], remedy=_REMEDY.split(message)[-1].strip(), field=error.field, values=values,
             parameter=parameter, ends_run=ends_run,
         )  # fmt: skip
         with suppress(OSError):
@@ -135,13 +140,13 @@ class Check:
         return getattr(type(self), hook) is not getattr(Check, hook)
 
     def before_engine(self) -> None:
-        """The model is built; the engine has not wrapped it, and the ledger is not open."""
+        """The model is built; the engine has not wrapped it."""
 
     def attach(self) -> None:
         """The engine has wrapped the model (``trainer.strategy.model``); the checkpoint is not loaded yet."""
 
     def start(self) -> None:
-        """``on_train_start``: everything is restored, nothing has run."""
+        """Training starts: everything is restored, nothing has run."""
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The fields of the gate's record that this check fills for the step that begins with this micro-batch."""
@@ -418,19 +423,23 @@ class GateMonitor(Callback, GateParticipant):
         callbacks.remove(self)
         callbacks.insert(0, self)
         _compat.skip_step_hooks(self)
+        _compat.wrap_method(run.trainer.strategy, "on_train_start", self._start, "ranks are not compared at the start")
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The first comparison: everything is restored, nothing has run."""
-        if self._run is None:
+    def _start(self, inner: Callable[[], None]) -> None:
+        """The first comparison, behind that of a Resilient strategy: everything is restored, nothing has run."""
+        inner()
+        run = self._run
+        if run is None or not self._is_called(run):
             return
+        trainer: Any = run.trainer
         self.hand_on("start")
         # Lightning need not call what would do nothing; what a subclass has is its own.
         idle = [f"on_{hook}" for hook in _CHECK_HOOKS if not (self._hooks[hook] or hook == "train_batch_end")]
         idle += [] if self._hooks["train_batch_end"] or trainer.loggers else ["on_train_batch_end"]
         own = [name for name in idle if getattr(type(self), name, None) is getattr(GateMonitor, name, None)]
         _compat.skip_step_hooks(self, *own)
-        if self._run.host.owns_gate:
-            self._run.gate.open()
+        if run.host.is_stock:
+            run.gate.open()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -535,6 +544,7 @@ class GateMonitor(Callback, GateParticipant):
         self._detach()
         if self._run is not None:
             _compat.restore_method(trainer.strategy, "setup")
+            _compat.restore_method(trainer.strategy, "on_train_start")
             self._run.host.close()
         self._run = None
         self._hooks = {hook: [] for hook in _CHECK_HOOKS}

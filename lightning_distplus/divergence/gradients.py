@@ -442,7 +442,8 @@ class GradientCheck(Check):
         if self._hook is not None and self._is_automatic:
             self._require_sum(optimizer)
         self.after_backward()
-        self._gradients.settle()
+        if self._meets or self._is_flagged:  # else nobody has found anything, and the device is not asked once more
+            self._gradients.settle()
         if self._meets:
             flag = Flag.NONE if self._gradients.found is None else Flag.NOT_FINITE
             records = self.run.gate.meet(Moment.GRADIENTS, flag)

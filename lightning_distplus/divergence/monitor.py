@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import json
-import math
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_distplus.control import Watcher
-from lightning_distplus.control.secret import words_of
+from lightning_distplus.control import Point, Points, active_points
 from lightning_distplus.divergence.check import Check, GateMonitor, OnDivergence
 from lightning_distplus.divergence.decisions import DecisionCheck, MetricCheck
 from lightning_distplus.divergence.gradients import GradientCheck, LocalFailureCheck
 from lightning_distplus.divergence.replicas import AtRestCheck, ReplicaCheck
-from lightning_distplus.divergence.settings import BatchCheck, BatchShapes, PlanCheck, RngPolicy, SettingsCheck
+from lightning_distplus.divergence.settings import (
+    BatchCheck,
+    BatchShapes,
+    GeneratorCheck,
+    RngPolicy,
+    SettingsCheck,
+    StartCheck,
+)
 from lightning_distplus.divergence.stragglers import OnStraggler, StragglerCheck
 from lightning_distplus.errors import CheckpointMismatch, DivergenceError, refuse_unknown_arguments, require_choice
 from lightning_distplus.gathering import describe
-from lightning_distplus.majority import disagreement, odd_ranks
-from lightning_distplus.trainer_gate import GateParticipant, Moment
-from lightning_distplus.watchdog.stacks import stack_of, user_location
+from lightning_distplus.watchdog.stacks import line_of_the_caller
 from lightning_distplus.world import ranges
 
 OnLocalFailure = Literal["raise", "skip_all"]
@@ -95,7 +92,8 @@ class RankDivergenceMonitor(GateMonitor):
         require_choice("batch_shapes", batch_shapes, BatchShapes)
         checks = [
             *([AtRestCheck()] if state_at_rest else []),
-            PlanCheck(rng_policy),
+            StartCheck(),
+            *([GeneratorCheck(rng_policy)] if rng_policy else []),
             SettingsCheck(),
             BatchCheck(every_n_steps, batch_shapes),
             DecisionCheck(),
@@ -157,52 +155,33 @@ _EQUAL_TENSORS: dict[str, tuple[str, ...]] = {
     "scatter_object_list": (),
 }
 _ROOTS = ("src", "dst", "group_src", "group_dst")
-_ALONE_S = 0.1  # a wait that lasts longer is published, and the others' calls are looked at
-_SETTLED_S = 2.0  # after so long a wait, whoever has not said where it waits is not counted
-_GATES = "gates"
-
-# Keeps the runs of one process apart; all ranks count alike.
-_runs = itertools.count(1)
 
 
-class _Call(NamedTuple):
-    """One call on one rank: what must be the same on all ranks of its group."""
-
-    text: str
-    ranks: tuple[int, ...]
-    sequence: str
-    """What it is counted in: the calls on groups of the same ranks, or the gates."""
-    number: int
-    """How many of that sequence this rank has made."""
-
-
-class TraceCheck(Check, GateParticipant):
-    """Stands in the place of the collectives in ``torch.distributed`` while the run trains.
+class TraceCheck(Check):
+    """Stands in the place of the collectives in ``torch.distributed`` while the run trains, and compares them.
 
     Seen are calls of the user, of torchmetrics, of Lightning, FSDP and DDP's hook. Before each the ranks of its group
-    show each other operation, reduce operation, root, group, shapes and dtypes. A rank that waits also looks where the
-    others wait: two that wait for each other in calls on different groups are found as well, or one in a call and
-    others at a gate. Calls from other threads than the one that trains, calls of code that has imported a function by
-    name before, of C++ (DDP without a communication hook), and point-to-point messages are not seen.
+    compare operation, reduce operation, root, group, shapes and dtypes, as ``control.Points`` does with the calls of
+    Lightning. Calls from other threads than the one that trains, calls of code that has imported a function by name
+    before, of C++ (DDP without a communication hook), and point-to-point messages are not seen.
     """
 
     def __init__(self) -> None:
-        self._made: Counter[str] = Counter()
+        self._num_calls = 0
         self._originals: dict[str, Callable[..., Any]] = {}
-        self._is_inside = False
-        self._waiting = ExitStack()
+        self._own_points: Points | None = None
 
     def start(self) -> None:
-        """All ranks are about to train."""
-        self._name = f"trace/{next(_runs)}"
-        self._thread = threading.get_ident()
-        self._made.clear()
+        """All ranks are about to train. Under a strategy of ours its points go on, under another one some begin."""
+        self._num_calls = 0
+        if (points := active_points()) is None:
+            points = self._own_points = Points(self.run.plane, waits=self.run, locate=line_of_the_caller)
+            points.begin()
         for name in _EQUAL_TENSORS:
             original = getattr(dist, name, None)
             if callable(original):
                 self._originals[name] = original
-                setattr(dist, name, self._checked(name, original))
-        self.run.gate.add(self)
+                setattr(dist, name, self._checked(name, original, points))
 
     def train_end(self) -> None:
         """What follows is not of the training."""
@@ -212,152 +191,45 @@ class TraceCheck(Check, GateParticipant):
         """Puts the functions back."""
         for name, original in self._originals.items():
             setattr(dist, name, original)
-        if self._originals:
-            self.run.gate.remove(self)
         self._originals.clear()
+        if self._own_points is not None:
+            self._own_points.end()
+            self._own_points = None
 
     def metrics(self) -> dict[str, float]:
         """How many calls this rank has made."""
-        return {"traced_collectives": float(self._made.total() - self._made[_GATES])}
+        return {"traced_collectives": float(self._num_calls)}
 
-    def _checked(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked(self, name: str, original: Callable[..., Any], points: Points) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def checked(*arguments: Any, **named: Any) -> Any:
-            error = self.run.plane.first_error
-            has_failed = error is not None and error.rank == self.run.rank
-            if self._is_inside or has_failed or threading.get_ident() != self._thread:
+            if not points.are_due:
                 return original(*arguments, **named)
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
-            self._is_inside = True
-            try:
+            with points.covering():
                 if dist.get_rank(bound.arguments["group"]) >= 0:
-                    self._meet(self._call(name, bound.arguments))
+                    self._num_calls += 1
+                    self._compare(name, bound.arguments, points)
                 return original(*arguments, **named)
-            finally:
-                self._is_inside = False
 
         return checked
 
-    def _call(self, name: str, arguments: dict[str, Any]) -> _Call:
+    def _compare(self, name: str, arguments: dict[str, Any], points: Points) -> None:
         group: Any = arguments["group"] or dist.group.WORLD
-        ranks = tuple(dist.get_process_group_ranks(group))
-        sequence = "-".join(map(str, ranks))
-        self._made[sequence] += 1
-        structure = ", ".join(describe(arguments[tensor]) for tensor in _EQUAL_TENSORS[name])
+        ranks = dist.get_process_group_ranks(group)
         operator = arguments.get("op")
         parts = [] if operator is None else [getattr(operator, "name", type(operator).__name__)]
         parts += [f"{root} {arguments[root]}" for root in _ROOTS if arguments.get(root) is not None]
-        what = f"{name}{f' of {structure}' if structure else ''}" + (f" [{', '.join(parts)}]" if parts else "")
-        text = f"{what} on group {group.group_name} of ranks {ranges(ranks)}"
-        return _Call(text, ranks, sequence, self._made[sequence])
-
-    # -- meeting -----------------------------------------------------------------------------------------------------
-
-    def _meet(self, call: _Call) -> None:
-        """Returns on every rank of the group once all of them are about to make the same call.
-
-        Raises:
-            DivergenceError: They are not; or two ranks wait for each other in calls on different groups.
-            PeerMissing, PeerFailed, PeerLost: A peer is the cause.
-        """
-        key = f"{self._name}/{call.sequence}"
-        told = self._exchange(f"{key}/{call.number}", call.text, call)
-        if len(set(told.values())) > 1:
-            lines = self._exchange(f"{key}/{call.number}/lines", str(_location()), call)
-            self.run.tell(_disagreement({rank: f"{told[rank]}, at {lines[rank]}" for rank in told}))
-        if self.run.rank == call.ranks[0]:  # whoever has come here has read the one before
-            self.run.plane.delete(f"{key}/{call.number - 1}")
-
-    def _exchange(self, key: str, text: str, call: _Call) -> dict[int, str]:
-        """What each rank of the group says."""
-        plane = self.run.plane
-        entries = plane.secret.entries(key)
-        plane.append(key, entries.entry(json.dumps([self.run.rank, text]).encode()))
-        told: dict[int, str] = {}
-
-        def is_complete() -> bool:
-            told.update(words_of(one) for one in entries.read(plane.read_unsigned(key) or b""))
-            return len(told) == len(call.ranks)
-
-        others = set(plane.world.ranks) - set(call.ranks)
-        with self._while_waiting(call, told):
-            plane.poll(is_complete, self.run.patience, what=call.text, arrived=lambda: set(told) | others)
-        return told
-
-    def on_wait(self, moment: Moment) -> None:
-        """A rank that waits at a gate says so to those that wait for it in a call."""
-        self._made[_GATES] += 1
-        ranks = tuple(self.run.plane.world.ranks)
-        call = _Call(f"the gate at {moment} on all ranks", ranks, _GATES, self._made[_GATES])
-        self._waiting.enter_context(self._while_waiting(call))
-
-    def on_waited(self) -> None:
-        """It goes on."""
-        self._waiting.close()
-
-    @contextmanager
-    def _while_waiting(self, call: _Call, come: Mapping[int, str] | None = None) -> Iterator[None]:
-        """Says, once a wait lasts, where this rank waits; where it knows who has come, looks where the missing wait."""
-        plane, beside = self.run.plane, self.run.plane.watcher
-        plane.watcher = _Lookout(self, call, come, beside)
+        parts.append(f"group {group.group_name} of ranks {ranges(ranks)}")
+        structure = ", ".join(describe(arguments[tensor]) for tensor in _EQUAL_TENSORS[name])
+        point = Point(operation=name, structure=structure, arguments=", ".join(parts))
         try:
-            yield
-        finally:
-            plane.watcher = beside
-
-    def where(self, other: int) -> str | None:
-        """The call in which another rank waits for this one, and its line; None where it has told of none."""
-        data = self.run.plane.read(f"{self._name}/at/{other}")
-        if data is None:
-            return None
-        line, text, ranks, sequence, number = words_of(data)
-        return f"{text}, at {line}" if self.run.rank in ranks and number > self._made[sequence] else None
-
-    def say_where(self, call: _Call) -> str:
-        """Publishes where this rank waits; returns its line."""
-        line = str(_location())
-        self.run.plane.send(f"{self._name}/at/{self.run.rank}", json.dumps([line, *call]).encode())
-        return line
-
-
-@dataclass
-class _Lookout:
-    """Watches one wait in a traced call, or at a gate, where nobody is missing: ``come`` is None."""
-
-    trace: TraceCheck
-    call: _Call
-    come: Mapping[int, str] | None
-    beside: Watcher | None
-    line: str = ""
-    look_at_s: float = _ALONE_S
-
-    def while_waiting(self, elapsed_s: float) -> None:
-        if self.beside is not None:
-            self.beside.while_waiting(elapsed_s)
-        if elapsed_s < self.look_at_s:
-            return
-        self.line = self.line or self.trace.say_where(self.call)
-        self.look_at_s = math.inf if self.come is None else 2 * elapsed_s
-        missing = [] if self.come is None else sorted(set(self.call.ranks) - set(self.come))
-        elsewhere = {other: text for other in missing if (text := self.trace.where(other)) is not None}
-        if elsewhere and (len(elsewhere) == len(missing) or elapsed_s >= _SETTLED_S):
-            run = self.trace.run
-            error = _disagreement({run.rank: f"{self.call.text}, at {self.line}", **elsewhere})
-            # One rank's decision holds for all of them: whoever hears of it raises the same.
-            run.plane.report_failure(error)
-            run.plane.raise_if_peer_failed()
-            run.tell(error)
-
-
-def _location() -> str | None:
-    return user_location(stack_of(threading.get_ident()))
-
-
-def _disagreement(values: dict[int, str]) -> DivergenceError:
-    wrong, _ = odd_ranks({rank: text.rpartition(", at ")[0] for rank, text in values.items()})
-    where = "and would wait for each other or mix their numbers; nothing was exchanged"
-    remedy = "call it on every rank of the group, in the same order and with the same arguments"
-    return disagreement("collective", dict(sorted(values.items())), where=where, wrong=wrong, remedy=remedy)
+            points.meet(point, ranks)
+        except DivergenceError as error:
+            first = self.run.plane.first_error
+            if self._own_points is not None and not (first is not None and first.has_verdict):
+                self.run.tell(error)  # a strategy of ours does so itself
+            raise

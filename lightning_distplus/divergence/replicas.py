@@ -397,12 +397,15 @@ class ReplicaCheck(Check):
         self._num_said = self._due_at = 0
         self._window_every = self._comparison_every = 1
         self._window: int | None = None
+        self._looked_at = 0
+        self._begun: tuple[int | None, int, int | Tensor | None] = (None, 0, None)
         self._agreed_at = [0]
         self._noted: dict[str, int] = {}
         self._num_repaired = 0
 
     def attach(self) -> None:
         """Looks at what kind of engine it is."""
+        self._is_on_device = self.run.trainer.strategy.root_device.type != "cpu"
         model: Any = self.run.trainer.strategy.model
         self._is_zero = hasattr(model, "zero_optimization_stage") and model.zero_optimization_stage() > 0
         # FSDP2 shows whole parameters between a validation and the next backward, and takes their memory away then.
@@ -419,17 +422,18 @@ class ReplicaCheck(Check):
         self._due_at = self.run.trainer.global_step + 1
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """The fingerprint of this step's window, where one is due."""
+        """The fingerprint of this step's window, where one is due; on a device that of the step before."""
         turn, rest = divmod(self._num_said, self._window_every)
         self._num_said += 1
-        self._window = turn % self._windows.count if rest == 0 else None
-        if self._window is None:
-            return {}
-        began = time.thread_time()
-        found = self._windows.fingerprint(self._window)
-        fields = {} if found is None else {"state_fingerprint": int(found) & _MASK}
-        self.run.budget.took("state", began, self._windows.count)
-        return fields
+        began, window, found = time.thread_time(), turn % self._windows.count if rest == 0 else None, None
+        if window is not None:
+            found = self._windows.fingerprint(window)
+            self.run.budget.took("state", began, self._windows.count)
+        look = window, self.run.trainer.global_step, found
+        if self._is_on_device:  # to read it now would be to wait for the optimizer's step
+            look, self._begun = self._begun, look
+        self._window, self._looked_at, found = look
+        return {} if found is None else {"state_fingerprint": int(found) & _MASK}
 
     def hear(self, records: Sequence[GateRecord]) -> None:
         """Compares the windows of all ranks, and now and then everything."""
@@ -438,7 +442,7 @@ class ReplicaCheck(Check):
             if len(set(map(_FINGERPRINT, records))) > 1:
                 self._find(f"before step {step}")
             else:
-                self._agreed_at[self._window] = step
+                self._agreed_at[self._window] = self._looked_at
         if step >= self._due_at:  # with several optimizers, steps are counted by twos and threes
             self._compare_all(f"before step {step}")
             self._due_at = (step // self._comparison_every + 1) * self._comparison_every
@@ -490,6 +494,7 @@ class ReplicaCheck(Check):
         most = max(1, sum(tensor.numel() * tensor.element_size() for tensor in everywhere) // _WINDOW_BYTES)
         count = min(most, max(_NUM_WINDOWS, budget.exceeds("state")))
         self._windows = Windows(everywhere, count)
+        self._begun = (None, 0, None)
         self._agreed_at = [min(self._agreed_at)] * count
         self._window_every = budget.exceeds("state", count)
         every = self.run.parameters_every_n_steps

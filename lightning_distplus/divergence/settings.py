@@ -4,52 +4,75 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check, digest
-from lightning_distplus.divergence.replicas import fingerprint_of_each
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.gathering import flatten
-from lightning_distplus.majority import disagreement, first_difference, is_equal
+from lightning_distplus.majority import is_equal
+from lightning_distplus.preflight import Facts, Status
+from lightning_distplus.preflight.agreement import (
+    Disagreement,
+    Statement,
+    disagreements,
+    state_before_engine,
+    state_before_training,
+    state_of_process,
+)
 from lightning_distplus.run_access import rng_state
 
 log = logging.getLogger(__name__)
 RngPolicy = Literal["same", "distinct", "any"]
 _GENERATORS = ("python", "numpy", "torch", "cuda")
-_ARGUMENTS = (
-    "accumulate_grad_batches", "max_steps", "max_epochs", "min_steps", "min_epochs", "limit_train_batches",
-    "limit_val_batches", "num_sanity_val_steps", "val_check_interval",
-    "check_val_every_n_epoch", "gradient_clip_val", "precision",
-)  # fmt: skip
-_MAX_ENTRIES = 50_000  # the digests of so many fit into one message
 _MASK = (1 << 64) - 1
 
 
-# -- at the start: model, plan of the run, random generators -----------------------------------------------------------
+# -- at the start: what preflight compares, and random generators ------------------------------------------------------
 
 
-class PlanCheck(Check):
-    """Compares what holds for the whole run: the model's signature, and the numbers that decide when what happens.
+class StartCheck(Check):
+    """Compares, on a strategy without preflight, what must be equal on all ranks at the start."""
+
+    def before_engine(self) -> None:
+        """The model is built, and no engine has wrapped it."""
+        self._compare(state_of_process(Facts()) | state_before_engine(self.run.trainer))
+
+    def start(self) -> None:
+        """Everything is restored."""
+        self._compare(state_before_training(self.run.trainer))
+
+    def _compare(self, mine: Statement) -> None:
+        if not self.run.host.is_stock:  # the strategy has compared
+            return
+        for found in disagreements(self.run.plane, mine, self.run.patience, {}):
+            assert isinstance(found, Disagreement)
+            if found.status is Status.ERROR:
+                self.run.tell(DivergenceError(str(found), ranks=found.ranks, field=found.field, values=found.values))
+                continue
+            self.run.note("difference", field=found.field, ranks=found.ranks, values=found.values)
+            if found.status is Status.WARNING and self.run.rank == 0:
+                log.warning("%s", found)
+
+
+class GeneratorCheck(Check):
+    """Compares the random generators at the start of each epoch.
 
     Args:
         rng_policy: For each generator, whether its state must be the same on all ranks or distinct on each. Lightning's
             ``seed_everything`` makes all of them the same, and many runs rely on it: nothing is required by default.
     """
 
-    def __init__(self, rng_policy: Mapping[str, RngPolicy] | None = None) -> None:
-        self._policy = dict(rng_policy or {})
+    def __init__(self, rng_policy: Mapping[str, RngPolicy]) -> None:
+        self._policy = dict(rng_policy)
         for name, policy in self._policy.items():
             if name not in _GENERATORS or policy not in get_args(RngPolicy):
                 raise ValueError(
@@ -57,60 +80,12 @@ class PlanCheck(Check):
                     f"of {', '.join(get_args(RngPolicy))}."
                 )
 
-    def before_engine(self) -> None:
-        """The model is built, and no engine has wrapped it: DDP would average a with b, or abort the process."""
-        self._compare("arguments", self._arguments())
-        if odd := _first_odd_entry(_signature(self.run.module), self.run.gather):
-            self.run.differ(
-                "model",
-                odd[1],
-                where=f"at entry {odd[0]} of its parameters and buffers, before the engine wraps it",
-                remedy="build the model alike on all ranks: no branch by rank, no set, one order of registration",
-            )
-        self._odd_weights = self._compare_weights()
-
-    def _compare_weights(self) -> DivergenceError | None:
-        """The first parameter whose values differ; engines overwrite those of the other ranks, or mix them."""
-        named = self.run.module.named_parameters()
-        held = [(name, one) for name, one in named if one.numel() and not one.is_meta and not isinstance(one, DTensor)]
-        lines: list[str] = []
-        if len({one.device for _, one in held}) == 1:
-            found = fingerprint_of_each([one for _, one in held]).tolist()
-            lines = [f"{name}: {value & _MASK:016x}" for (name, _), value in zip(held, found, strict=True)]
-        odd = _first_odd_entry(lines, lambda name, value: self.run.gather(f"weights, {name}", value))
-        remedy = (
-            "DDP and ZeRO take those of rank 0 for all, FSDP keeps a part of each rank's; seed_everything makes them "
-        )
-        remedy += "the same"
-        return odd and disagreement("initial weights", odd[1], where="before the first step", remedy=remedy)
-
     def start(self) -> None:
-        """Compares the plan and the generators; numbers that the modules have saved may differ rightly, as a seed."""
-        self._compare("plan", self._plan())
-        if self._odd_weights is not None:  # in a run without a seed they always do
-            self._mention(self._odd_weights, logging.DEBUG)
-        if odd := first_difference(self.run.gather("hyperparameters", _hyperparameters(self.run.trainer))):
-            remedy = "start every rank with the same configuration, unless it is meant"
-            self._mention(disagreement(*odd, where="before the first step", remedy=remedy), logging.WARNING)
+        """A run that goes on within an epoch does not begin it."""
         self.epoch_start()
 
-    def _mention(self, error: DivergenceError, level: int) -> None:
-        self.run.note("difference", field=error.field, ranks=error.ranks, values=error.values)
-        log.log(level, "rank %d: %s", self.run.rank, error)
-
-    def _compare(self, what: str, mine: dict[str, Any]) -> None:
-        if odd := first_difference(self.run.gather(what, mine)):
-            self.run.differ(
-                *odd,
-                where="before the first step",
-                remedy="the ranks would come to validations, saves or the end at different steps: give all of them the "
-                "same arguments, data and checkpoint; ResumableDataModule(uneven=...) makes batches even",
-            )
-
     def epoch_start(self) -> None:
-        """Compares the random generators by the policy."""
-        if not any(policy != "any" for policy in self._policy.values()):
-            return
+        """Compares them by the policy."""
         mine = {name: xxhash.xxh3_64_hexdigest(state) for name, state in rng_state().items() if name in self._policy}
         states = self.run.gather("random generators", mine)
         where = f"in epoch {self.run.trainer.current_epoch}"
@@ -125,76 +100,6 @@ class PlanCheck(Check):
                 remedy = "add the rank to the seed, or every rank draws the same augmentation"
                 equal = f"{where}: it is equal on them and must be distinct"
                 self.run.differ(field, shared, wrong=shared, where=equal, remedy=remedy)
-
-    def _arguments(self) -> dict[str, Any]:
-        """Of the Trainer: a rank without validation waits for nobody where the others wait for it, before any step."""
-        trainer = self.run.trainer
-        return {
-            **{name: _plain(getattr(trainer, name, None)) for name in _ARGUMENTS},
-            "time between validations": _plain(_compat.validation_interval(trainer)),
-            "automatic_optimization": self.run.module.automatic_optimization,
-        }
-
-    def _plan(self) -> dict[str, Any]:
-        trainer = self.run.trainer
-        return {
-            "global_step": trainer.global_step,
-            "epoch": trainer.current_epoch,
-            "number of training batches": _plain(trainer.num_training_batches),
-            "number of validation batches": [_plain(number) for number in trainer.num_val_batches],
-            **self._arguments(),
-            "optimizers": ", ".join(type(one).__name__ for one in trainer.optimizers),
-            "checkpoint": Path(str(trainer.ckpt_path or "none")).name,
-        }
-
-
-def _hyperparameters(trainer: Any) -> dict[str, float]:
-    owners = {"module": trainer.lightning_module, "data": getattr(trainer, "datamodule", None)}
-    return {
-        f"hyperparameter {name} of the {owner}": value
-        for owner, module in owners.items()
-        for name, value in sorted((getattr(module, "hparams", None) or {}).items())
-        if isinstance(value, (bool, int, float))
-    }
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: the number of batches of a loader that does not tell it is ``"inf"``."""
-    is_plain = value is None or (isinstance(value, (int, float)) and math.isfinite(value))
-    return value if is_plain else str(value)
-
-
-def _signature(module: torch.nn.Module) -> list[str]:
-    """One line for each parameter and buffer, in the order of registration, which is that of gradient buckets.
-
-    What FSDP1 has sharded already, in a ``validate`` or another ``fit`` before, has another shape on each rank.
-    """
-
-    def text_of(tensor: torch.Tensor) -> str:
-        return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-    lines = [
-        f"parameter {name}: {'a shard' if _compat.is_fsdp_shard(tensor) else text_of(tensor)}, "
-        f"{'trainable' if tensor.requires_grad else 'frozen'}"
-        for name, tensor in module.named_parameters()
-    ]
-    return lines + [f"buffer {name}: {text_of(tensor)}" for name, tensor in module.named_buffers()]
-
-
-def _first_odd_entry(entries: list[str], gather: Callable[[str, Any], list[Any]]) -> tuple[int, dict[int, str]] | None:
-    """The first entry in which two ranks differ, with what each of them has there; None where all agree.
-
-    Args:
-        entries: This rank's list.
-        gather: Collects a value from every rank; all ranks call this function alike.
-    """
-    if is_equal(gather("signature", digest(entries))):
-        return None
-    digests = gather("signature entries", [digest(entry) for entry in entries[:_MAX_ENTRIES]])
-    length = max(map(len, digests))
-    differing = (index for index in range(length) if not is_equal(one[index : index + 1] for one in digests))
-    index = next(differing, length)
-    return index, dict(enumerate(gather("signature entry", entries[index] if index < len(entries) else "nothing")))
 
 
 # -- optimizer settings ------------------------------------------------------------------------------------------------

@@ -15,7 +15,14 @@ from pathlib import Path
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import EventLog, read_events, told_by_rank
-from lightning_distplus.launch.supervisor import Culprit, History, RestartPolicy, read_history
+from lightning_distplus.launch.supervisor import (
+    Culprit,
+    History,
+    RestartPolicy,
+    find_culprit,
+    is_innocent,
+    read_history,
+)
 from lightning_distplus.report import leave_page
 from lightning_distplus.world import LAUNCHER
 
@@ -124,7 +131,6 @@ def _directive(text: str, why: str) -> list[str]:
 # -- the end of one start ----------------------------------------------------------------------------------------------
 
 _TOLD_EARLY = 128 + signal.SIGUSR1  # the signal before the limit came before a rank could take it
-_RETRIED = (ExitCode.PREEMPTED, ExitCode.HANG, ExitCode.PEER_LOST)
 _SLURM_ENDS_THIS_S = 60  # a requeue kills the batch script, and with it this process
 
 
@@ -139,7 +145,7 @@ def end_of_start(code: int, policy: RestartPolicy) -> int:
     number = env.SLURM_RESTART_COUNT.integer() or 0
     starts = _starts(home, number)
     code = int(ExitCode.PREEMPTED) if code == _TOLD_EARLY else _code_of_culprit(code, starts[-1])
-    if code not in _RETRIED:
+    if code not in [one for one in ExitCode if one.is_retryable]:
         return _end(home, number, code, "")
     if refusal := _refusal(code, starts, policy):
         return _end(home, number, *refusal)
@@ -164,12 +170,9 @@ def _starts(home: Path | None, last: int) -> list[History]:
 
 
 def _code_of_culprit(code: int, history: History) -> int:
-    if code == ExitCode.DONE:
-        return code
-    if history.is_hang:
-        return int(ExitCode.HANG)
-    own = [failed for _, failed in sorted(history.codes.items()) if failed != ExitCode.PEER_LOST]
-    return own[0] if own else code
+    """That of a rank which was not ended by another, as the ledger tells it; of srun's where none has told it."""
+    told = 0 if code == ExitCode.DONE else find_culprit(history.codes or {0: code}, history).code
+    return told if told and not is_innocent(told) else code
 
 
 def _refusal(code: int, starts: list[History], policy: RestartPolicy) -> tuple[int, str] | None:

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -55,26 +55,6 @@ class Culprit:
             return f"rank {self.rank}, exit code {self.code}"
 
 
-def find_culprit(
-    failures: Mapping[int, int], named: Iterable[int] = (), codes: Mapping[int, int] | None = None
-) -> Culprit:
-    """Chooses the rank whose exit code is that of the attempt, from the exit codes of those that failed.
-
-    A rank that ended because of a peer (171), or by the agent's SIGTERM, is to blame only where nobody else is. Those
-    that the watchdog's verdict has ``named`` come first; where one of them ended by the agent's SIGTERM, because its
-    peers were quicker to end, the code that goes with its error in the ledger counts.
-    """
-    suspects = [rank for rank in sorted(named) if rank in failures]
-    rank = min(suspects or sorted(failures), key=lambda one: (is_innocent(failures[one]), one))
-    told = (codes or {}).get(rank) if suspects and is_innocent(failures[rank]) else None
-    return Culprit(rank=rank, code=failures[rank] if told is None else told)
-
-
-def is_innocent(code: int) -> bool:
-    """Whether a rank that ends with this code was ended by another: it lost a peer, or its agent terminated it."""
-    return code in (ExitCode.PEER_LOST, -signal.SIGTERM)
-
-
 @dataclass(frozen=True, kw_only=True)
 class History:
     """One attempt, as the ledger and the verdict tell it."""
@@ -104,6 +84,27 @@ class History:
     def where(self) -> str:
         """The step, in words."""
         return "before the first step" if self.step is None else f"at step {self.step}"
+
+
+def find_culprit(failures: Mapping[int, int], history: History | None = None) -> Culprit:
+    """Chooses the rank whose exit code is that of the attempt, from the exit codes of those that failed.
+
+    A hang ends with 170, however the rank that hung was ended. A rank that ended because of a peer (171), or by the
+    agent's SIGTERM, is to blame only where nobody else is. Those that the verdict names come first; where one of them
+    ended by the agent's SIGTERM, because its peers were quicker to end, the code that goes with its error counts.
+    """
+    history = history or History()
+    if history.is_hang and history.culprits:
+        return Culprit(rank=history.culprits[0], code=int(ExitCode.HANG))
+    suspects = [rank for rank in sorted(history.culprits) if rank in failures]
+    rank = min(suspects or sorted(failures), key=lambda one: (is_innocent(failures[one]), one))
+    code = failures[rank]
+    return Culprit(rank=rank, code=history.codes.get(rank, code) if suspects and is_innocent(code) else code)
+
+
+def is_innocent(code: int) -> bool:
+    """Whether a rank that ends with this code was ended by another: it lost a peer, or its agent terminated it."""
+    return code in (ExitCode.PEER_LOST, -signal.SIGTERM)
 
 
 @dataclass
@@ -285,22 +286,20 @@ class Supervisor:
     quarantine: bool
     """Whether the samples of a batch that ends every attempt are set apart."""
 
-    def __post_init__(self) -> None:
-        self._name_run(self.job_id or uuid.uuid4().hex[:8])
+    def run(self) -> int:
+        """Runs attempts until one succeeds or the policy refuses another; returns the exit code of the job."""
         self._meeting: Meeting | None = None
         self._has_saved = False
         self._attempt_began_at = 0.0
         self._poison = Poison(self.hosts.nproc, same_step=self.policy.same_step, sets_apart=self.quarantine)
-
-    def run(self) -> int:
-        """Runs attempts until one succeeds or the policy refuses another; returns the exit code of the job."""
+        self._name_run(self.job_id or uuid.uuid4().hex[:8])
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._give_secret()
-        hosts, number = self.hosts, 0
+        number = 0
         try:
-            if hosts.max_nodes > 1:
+            if self.hosts.max_nodes > 1:
                 with self.signals.interrupting():
-                    self._meeting = Meeting(hosts.rdzv, self.job_id)
+                    self._meeting = Meeting(self.hosts.rdzv, self.job_id)
                     self._name_run(self._meeting.job)
                     number = self._meeting.join()
             while True:
@@ -350,7 +349,7 @@ class Supervisor:
             if asked is not None:
                 return self._end(number, ExitCode.PREEMPTED, f"stopped by {asked}, without a PreemptionHandler")
             return self._part(number, ExitCode.DONE)
-        culprit = self._culprit(self._of_all_hosts(number, failures), history)
+        culprit = find_culprit(self._of_all_hosts(number, failures), history)
         if asked is not None:
             return self._end_as_asked(number, failures, culprit, asked)
         self._poison.note(culprit.rank, history)
@@ -405,12 +404,6 @@ class Supervisor:
             signals=self.signals,
             meeting=self._meeting,
         )
-
-    def _culprit(self, failures: dict[int, int], history: History) -> Culprit:
-        """A hang ends with 170, however the rank that hung was ended; an error with its code, also after a SIGTERM."""
-        if history.is_hang and history.culprits:
-            return Culprit(rank=history.culprits[0], code=int(ExitCode.HANG))
-        return find_culprit(failures, history.culprits, history.codes)
 
     def _describe_resume(self, history: History) -> str:
         """Where the next attempt goes on, and what of this one is lost."""

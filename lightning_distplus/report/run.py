@@ -238,12 +238,11 @@ def _last_word(
         return {"state": "unknown", "headline": "No rank has begun.", "todo": ""}
     last = attempts[-1]
     kept = next((one for one in reversed(checkpoints) if one["state"] == CheckpointState.COMMITTED.value), None)
-    go_on = (
-        f'The same command with ckpt_path="{ckpt_path_for(kept["path"], auto_folder)}" goes on from {kept["path"]} '
-        f"(step {kept['step']})."
-        if kept
-        else "No committed checkpoint is there: the same command starts at the beginning."
-    )
+    again = "loads the same checkpoint again" if last.phase == "resume" else "starts at the beginning"
+    go_on = f"No committed checkpoint is there: the same command {again}."
+    if kept is not None:
+        ckpt_path = ckpt_path_for(kept["path"], auto_folder)
+        go_on = f'The same command with ckpt_path="{ckpt_path}" goes on from {kept["path"]} (step {kept["step"]}).'
     where = f"at step {last.last_step}"
     kinds = ("no_progress", last.end)  # of the launcher, after that of the ranks
     judged = next((one for one in reversed(verdicts) if one["at"] >= last.began and one["kind"] in kinds), None)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -37,20 +38,16 @@ from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
 from lightning_distplus.run_access import Phases
 from lightning_distplus.strategies import defaults, start
-from lightning_distplus.strategies.collectives import (
-    Collectives,
-    cause_of,
-    is_of_a_collective,
-    line_of_the_caller,
-    point_of,
-)
+from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, point_of
 from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, choose_checkpoint, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, last_batch, progress_of
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate, GateParticipant, Moment
 from lightning_distplus.watchdog import Marks, PlaceOfFailure, Transfer, Watchdog
-from lightning_distplus.watchdog.watchdog import show_after_cells
+from lightning_distplus.watchdog.progress import Progress
+from lightning_distplus.watchdog.stacks import line_of_the_caller
+from lightning_distplus.watchdog.watchdog import WatchedRun, show_after_cells
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -150,6 +147,28 @@ class _AtGate(GateParticipant):
     def on_met(self, records: list[GateRecord]) -> None:
         """A good moment to shrink the deadline to that of a step."""
         self._strategy.pass_gate(records)
+
+
+class _AsWatched(WatchedRun):
+    """The run, as the watchdog asks it."""
+
+    def __init__(self, strategy: ResilientStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def deadline(self) -> timedelta | None:
+        return self._strategy.phases.deadline
+
+    @property
+    def last_deadline(self) -> timedelta | None:
+        return self._strategy.phases.last_deadline
+
+    def progress(self) -> Progress | None:
+        module = self._strategy.lightning_module
+        return self._strategy.transfer.progress() or progress_of(getattr(module, "_trainer", None))
+
+    def on_verdict_shown(self, path: Path) -> None:
+        after_verdict(path, self._strategy.on_verdict)
 
 
 class MeasuredDeadlines:
@@ -428,7 +447,7 @@ class ResilientStrategy(_Base):
         self._run_lock = start.check_folder(self, trainer)
         start.check_agreement(self, trainer)
         if trainer.state.fn == "fit":
-            self._gate = BatchGate(trainer, self.plane, waits=self.phases, points=self.collectives.points)
+            self._gate = BatchGate(trainer, self.plane, waits=self.phases)
             self._gate.add(_AtGate(self))
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup(trainer)
@@ -440,7 +459,7 @@ class ResilientStrategy(_Base):
         trainer.callbacks.insert(0, FirstWord(self))
         for callback in trainer.checkpoint_callbacks:
             _compat.replace_checkpoint_link(callback, self.saves.link)
-        trainer.save_checkpoint = self.collectives.announcing(trainer.save_checkpoint)
+        trainer.save_checkpoint = self.saves.announced(trainer.save_checkpoint)
 
     def _start_watchdog(self, plane: ControlPlane) -> None:
         if self.world_size == 1 or self.watchdog is not None:
@@ -448,12 +467,10 @@ class ResilientStrategy(_Base):
         self.watchdog = Watchdog(
             plane,
             self.marks,
-            self.phases,
+            _AsWatched(self),
             report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
             ends_run=self.on_hang == "abort",
             folder=self.home,
-            on_shown=lambda path: after_verdict(path, self.on_verdict),
-            progress=lambda: self.transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self.watchdog.start()
 

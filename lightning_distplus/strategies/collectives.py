@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from lightning_distplus.errors import DistplusError, message_of
 from lightning_distplus.gathering import describe, describe_tensor
 from lightning_distplus.process import running_time
 from lightning_distplus.watchdog import Marks
-from lightning_distplus.watchdog.stacks import stack_of, user_location
 
 # -- errors inside collectives -----------------------------------------------------------------------------------------
 
@@ -59,7 +58,7 @@ def cause_of(plane: ControlPlane | None, error: BaseException) -> DistplusError 
 
 T = TypeVar("T")
 
-_SAVE, _END = Point(operation="barrier", name="Trainer.save_checkpoint"), Point.at_end("run")
+_END = Point.at_end("run")
 
 
 class Collectives:
@@ -77,7 +76,6 @@ class Collectives:
         self.points: Points | None = None
         """Compares the calls of all ranks; None: there is nothing to compare."""
         self.batch = ""
-        self._is_covered = False
         self._is_in_step = False
 
     # -- the engine's own ----------------------------------------------------------------------------------------------
@@ -164,15 +162,6 @@ class Collectives:
             group,
         )
 
-    def announcing(self, save: Callable[..., None]) -> Callable[..., None]:
-        """``Trainer.save_checkpoint``, once all ranks save: what it collects first may be a collective already."""
-
-        def save_checkpoint(*arguments: Any, **named: Any) -> None:
-            self.together(lambda: _SAVE, lambda: None)
-            save(*arguments, **named)
-
-        return save_checkpoint
-
     def end(self, point: Point = _END) -> None:
         """Compares nothing any more; peers hear where this rank has ended."""
         if self.points is not None:
@@ -189,7 +178,7 @@ class Collectives:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause.
         """
         points = self.points
-        if points is None or self._is_covered or not points.are_due or not self._is_of_all_ranks(group):
+        if points is None or not points.are_due or not self._is_of_all_ranks(group):
             return self.named(call)
         point = make_point()
 
@@ -200,21 +189,15 @@ class Collectives:
         return self._covered(str(point), meet_and_call, number=points.num_calls + 1)
 
     def _covered(self, operation: str, call: Callable[[], T], *, number: int) -> T:
-        was_covered, self._is_covered = self._is_covered, True
         was_in, self.marks.call = self.marks.call, number
         try:
-            return self.marked(operation, call)
+            with nullcontext() if self.points is None else self.points.covering():
+                return self.marked(operation, call)
         finally:
-            self._is_covered = was_covered
             self.marks.call = was_in
 
     def _is_of_all_ranks(self, group: Any | None) -> bool:
         return group is None or group is dist.group.WORLD or dist.get_world_size(group) == dist.get_world_size()
-
-
-def line_of_the_caller() -> str | None:
-    """``file.py:line`` in the user's code from which this thread has come here; takes about a millisecond."""
-    return user_location(stack_of(threading.get_ident()))
 
 
 @lru_cache(maxsize=1000)

@@ -37,6 +37,7 @@ from lightning_distplus.preemption import checkpoint_folder
 from lightning_distplus.run_access import Phases, set_rng_state
 from lightning_distplus.strategies.start import engine_in, engine_of
 from lightning_distplus.timeouts import Phase
+from lightning_distplus.world import name_ranks
 
 if TYPE_CHECKING:
     from lightning_distplus.strategies.base import ResilientStrategy
@@ -81,6 +82,7 @@ def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None
     folder, is_ours = settle_checkpoint_folder(trainer), _is_ours(trainer)
     if is_ours:
         trainer.strategy.search = Search(folder, allow_fresh)
+        allow_fresh |= trainer.strategy.copy_to is not None  # there may be a copy, which the ranks look for together
     return catalog.newest_in(folder, verify="size" if is_ours else "full", allow_fresh=allow_fresh)
 
 
@@ -204,15 +206,24 @@ class SharedVerdicts:
         shown = [f"rank {rank}: {finding}" for rank, one in enumerate(heard) for finding in one["findings"]]
         return shown + ["and others"] * (sum(one["count"] for one in heard) - len(shown))
 
-    def look_for(self, path: Path) -> Callable[[], list[str]]:
+    def look_for(self, path: Path, copies: Copies | None) -> Callable[[], list[str]]:
         """What reads this rank's share of a checkpoint's bytes, and says what is wrong with it, in any thread.
 
-        Where nodes have folders of their own, their ranks share those; a node that has not rank 0's checkpoint there
-        has nothing to read.
+        Where nodes have folders of their own, their ranks share those. With ``copies`` a node may lack what rank 0 sees
+        and fetch it later: it has nothing to read.
+
+        Raises:
+            CheckpointMismatch: A node lacks it, on all ranks, and there is nowhere to fetch it from.
         """
         places = [one["place"] for one in self.gather("checkpoint-places", {"place": catalog.place_of(path)})]
-        mine = places[self._rank]
-        if mine is None or mine[0] != (places[0] or mine)[0]:
+        mine, first = places[self._rank], places[0]
+        lacking = [rank for rank, place in enumerate(places) if first and (not place or place[0] != first[0])]
+        if lacking and copies is None:
+            raise CheckpointMismatch(
+                f"The checkpoint {path} that rank 0 sees is not there for {name_ranks(lacking)}, or another one is. "
+                "Save to a folder that all hosts share, or name a place to fetch it from: copy_to=URL of the strategy."
+            )
+        if mine is None or self._rank in lacking:
             return list
         sharers = [rank for rank, place in enumerate(places) if place == mine]
         manifest, rank, num_ranks = catalog.read_manifest(path), sharers.index(self._rank), len(sharers)
@@ -220,37 +231,31 @@ class SharedVerdicts:
         return lambda: [str(found) for found in look()]
 
     def fetch_where_it_lacks(self, path: Path, findings: list[str], copies: Copies) -> list[str]:
-        """Fetches a copy on each node whose folder has not what rank 0 has chosen, or has it damaged.
+        """Has the lowest rank of each folder that has not what rank 0 has chosen, or has it damaged, fetch a copy.
 
         Returns:
             What is wrong then: why this rank could not fetch it.
         """
-        for _ in self._plane.world.ranks:
-            message = {"place": catalog.place_of(path), "host": self._plane.world.host, "is_damaged": bool(findings)}
-            heard = self.gather("checkpoint-nodes", message)
-            fetchers = _fetchers(heard)
-            if not fetchers:
-                break
-            wanted = heard[0]["place"][0]
-            if not any(one["is_damaged"] and one["place"] == heard[0]["place"] for one in heard):
-                self.agree_on_path("checkpoint-upload", partial(copies.ensure, path, wanted))
-            findings = []
-            if self._rank in fetchers:
-                log.warning(
-                    "rank %d: %s is not here, or not as it was; it is fetched from %s", self._rank, path, copies.url
-                )
-                findings = copies.fetch(path, wanted)
-            if self.all_findings("checkpoint-fetched", findings):
-                break
-        return findings
+        folder = [self._plane.world.host, *_identity_of(path.parent)]
+        message = {"place": catalog.place_of(path), "folder": folder, "is_damaged": bool(findings)}
+        heard = self.gather("checkpoint-nodes", message)
+        places, chosen = [one["place"] for one in heard], heard[0]["place"]
+        damaged = [one["place"] for one in heard if one["is_damaged"]]
+        lacking = [rank for rank, place in enumerate(places) if (place or [""])[0] != chosen[0] or place in damaged]
+        if lacking and chosen not in damaged:
+            self.agree_on_path("checkpoint-upload", partial(copies.ensure, path, chosen[0]))
+        fetchers = {str(places[rank] or heard[rank]["folder"]): rank for rank in reversed(lacking)}
+        if self._rank not in fetchers.values():
+            return []
+        log.warning("rank %d: %s is not here, or not as it was; it is fetched from %s", self._rank, path, copies.url)
+        return copies.fetch(path, chosen[0])
 
 
-def _fetchers(heard: list[dict[str, Any]]) -> list[int]:
-    """Of each host the lowest rank whose folder needs to be filled; several folders of a host take turns."""
-    wanted = heard[0]["place"][:1]
-    bad = [one["place"] for one in heard if one["is_damaged"]]
-    lacking = [rank for rank, one in enumerate(heard) if (one["place"] or [None])[:1] != wanted or one["place"] in bad]
-    return list({heard[rank]["host"]: rank for rank in reversed(lacking)}.values())
+def _identity_of(folder: Path) -> tuple[int, ...]:
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder.stat().st_dev, folder.stat().st_ino
+    return ()
 
 
 # -- loads -------------------------------------------------------------------------------------------------------------
@@ -330,7 +335,7 @@ class LoadHooks:
         passed_over: list[Path] = []
         found = first
         while found is not None:
-            damage = self.verdicts.all_findings("checkpoint-search", self.verdicts.look_for(found)())
+            damage = self.verdicts.all_findings("checkpoint-search", self.verdicts.look_for(found, self._copies)())
             if not damage:
                 self._has_read = found
                 return found
@@ -339,7 +344,7 @@ class LoadHooks:
             look = partial(catalog.newest_valid, search.folder, verify="size", but=[*passed_over, *search.but])
             found = self.verdicts.agree_on_path("checkpoint-older", look)
         if self._copies is not None:
-            found = self.verdicts.agree_on_path("checkpoint-copy", partial(_fetched, self._copies, search.folder))
+            found = self.verdicts.agree_on_path("checkpoint-copy", partial(_fetched, self._copies, search))
         if found is not None or search.allow_fresh or not passed_over:
             return found
         raise CheckpointCorrupt(
@@ -381,11 +386,12 @@ class LoadHooks:
         found = verdicts.agree("checkpoint-verdict", lambda: self._verify(catalog.whole_one_of(local)))
         chosen = Path(found["path"])
         is_unread = found["has_files"] and chosen != self._has_read
+        look = verdicts.look_for(chosen, copies) if is_unread else list
         # The parent reads such a file and restores nothing, nor meets another rank, so that it can be verified at the
         # same time. Nobody gets what was read before all ranks have heard that it is right.
-        overlaps = strategy.lightning_restore_optimizer and is_unread and copies is None and chosen.is_file()
+        overlaps = found["is_file"] and is_unread and copies is None and strategy.lightning_restore_optimizer
         if found["has_manifest"] and not overlaps:
-            findings = verdicts.look_for(chosen)() if is_unread else []
+            findings = look()
             if copies is not None:
                 findings = verdicts.fetch_where_it_lacks(chosen, findings, copies)
             verdicts.hear("checkpoint-bytes", chosen, findings)
@@ -395,7 +401,7 @@ class LoadHooks:
         fitting = verdicts.agree_on_path("checkpoint-form", lambda: strategy.fitting_checkpoint(chosen)) or chosen
         self.follow(chosen)
         with self._refusing_another_model(chosen):
-            return self._read_and_verify(chosen, read) if overlaps else read(fitting)
+            return self._read_and_verify(chosen, read, look) if overlaps else read(fitting)
 
     def _verify(self, path: Path) -> dict[str, Any]:
         """What rank 0 alone looks at: manifest, marker, sizes, and who has saved it; whether there is more to read."""
@@ -408,7 +414,7 @@ class LoadHooks:
         found, verification = catalog.state(path), self._strategy.verify
         if found is catalog.CheckpointState.UNMANIFESTED:
             _check_unmanifested(path, verification)
-            return {"path": str(path), "has_files": False, "has_manifest": False}
+            return {"path": str(path), "has_manifest": False, "has_files": False, "is_file": path.is_file()}
         if found is not catalog.CheckpointState.COMMITTED or verification != "off":
             catalog.verify_or_raise(path, "size")
         saved_by, engine = engine_in(catalog.read_manifest(path)), engine_of(type(self._strategy))
@@ -418,11 +424,13 @@ class LoadHooks:
                 f"shards. Resume with {saved_by}, or make one file of it: distplus export {path} "
                 f"{path.with_name(f'{path.stem}-whole{path.suffix}')}"
             )
-        return {"path": str(path), "has_files": verification == "full", "has_manifest": True}
+        has_files, is_file = verification == "full", path.is_file()
+        return {"path": str(path), "has_manifest": True, "has_files": has_files, "is_file": is_file}
 
-    def _read_and_verify(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    def _read_and_verify(
+        self, path: Path, read: Callable[[Path], dict[str, Any]], look: Callable[[], list[str]]
+    ) -> dict[str, Any]:
         """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors."""
-        look = self.verdicts.look_for(path)
         checkpoint: dict[str, Any] = {}
         error: Exception | None = None
         with ThreadPoolExecutor(1, "distplus-verifier") as verifier:
@@ -461,8 +469,9 @@ class LoadHooks:
     def follow(self, path: Path) -> None:
         """What is saved from now on has this checkpoint before it."""
         if self._world.rank == 0:
-            self.parent = catalog.reference(path)
-            self.parent_committed_at = 0.0 if self.parent is None else catalog.read_manifest(path).committed_at
+            report = catalog.look(path)
+            self.parent = report.reference
+            self.parent_committed_at = report.manifest.committed_at if report.ok and report.manifest else 0.0
 
     @contextmanager
     def _refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
@@ -565,10 +574,12 @@ def _deadlines_in(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _fetched(copies: Copies, folder: Path) -> Path | None:
-    found = copies.fetch_newest(folder)
+def _fetched(copies: Copies, search: Search) -> Path | None:
+    found = copies.fetch_newest(search.folder)
     if found is not None:
-        log.warning("%s holds no valid checkpoint; %s is fetched from %s", folder, found.name, copies.url)
+        log.warning("%s holds no valid checkpoint; %s is fetched from %s", search.folder, found.name, copies.url)
+    else:
+        catalog.newest_in(search.folder, verify="size", allow_fresh=search.allow_fresh)  # refuses what is not sound
     return found
 
 

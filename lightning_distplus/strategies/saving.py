@@ -46,8 +46,8 @@ from lightning_distplus.checkpoint.tensors import (
     pieces_of_saved,
     sums_of_pieces,
 )
-from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import DistplusError, PeerMissing, SaveFailed, require_choice
+from lightning_distplus.control import ControlPlane, Point
+from lightning_distplus.errors import PeerMissing, SaveFailed, require_choice
 from lightning_distplus.run_access import rng_state
 from lightning_distplus.strategies.loading import KEY, VERSION, local_path, savers_of
 from lightning_distplus.strategies.start import engine_of, layout_of
@@ -120,7 +120,7 @@ class FailingSaves:
         self.num_failed += 1
         self.failure = error
         for saver, books in self._books.items() if path != retry else ():
-            _take_out(saver, path, books, self._entered.get(saver, books))
+            _take_back(saver, path, books)
         goes_on = f"training goes on without the checkpoint {path}, and the next save is the retry"
         log.error("%s (failed in this run: %d): %s", goes_on, self.num_failed, error)
 
@@ -142,16 +142,15 @@ class FailingSaves:
         self.trainer = None
 
 
-def _take_out(saver: ModelCheckpoint, path: str, before: dict[str, Any], entered: dict[str, Any]) -> None:
-    """Takes a save out of what a ModelCheckpoint knows, and puts back what was rotated out since it was saved."""
-    scores: dict[str, Tensor] = saver.best_k_models
-    if scores.pop(path, None) is not None:
-        was, since = before["best_k_models"], entered["best_k_models"]
-        let_go = [one for one in since if one != path and one not in scores]
-        let_go = let_go or [one for one in was if one == path or one not in since]
-        scores.update({one: {**since, **was}[one] for one in let_go})
+def _take_back(saver: ModelCheckpoint, path: str, before: dict[str, Any]) -> None:
+    """Takes a save back from a ModelCheckpoint, which knows the best of all others then, also those that it let go."""
+    if path in saver.best_k_models:
+        since = {one: score for one, score in saver.best_k_models.items() if one != path}
+        scores: dict[str, Tensor] = {**before["best_k_models"], **since}
         ranked = sorted(scores, key=lambda one: float(scores[one]), reverse=saver.mode == "max")
-        best, worst = (ranked or [before["best_model_path"]])[0], (ranked or [before["kth_best_model_path"]])[-1]
+        kept = ranked if saver.save_top_k == -1 else ranked[: saver.save_top_k]
+        best, worst = (kept[0], kept[-1]) if kept else (before["best_model_path"], before["kth_best_model_path"])
+        saver.best_k_models = {one: scores[one] for one in kept}
         saver.best_model_path, saver.best_model_score = best, scores.get(best, before["best_model_score"])
         saver.kth_best_model_path, saver.kth_value = worst, scores.get(worst, before["kth_value"])
     for page in ("best_model_path", "last_model_path"):
@@ -456,6 +455,8 @@ class StreamingCheckpointIO(TorchCheckpointIO):
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
+_SAVE = Point(operation="barrier", name="Trainer.save_checkpoint")
+
 
 class SaveHooks:
     """Saves the checkpoints of a strategy: the parent's own save in a stage, committed by all ranks."""
@@ -470,11 +471,11 @@ class SaveHooks:
         """The save that a thread finishes; one at most."""
         self.sync: Sync = os.fsync
         """Forces what is saved to the disk."""
-        self._stall_s = 0.0
+        self._stall_s = 0.0  # for which training has stood still for the last save
         self._staging: Staging | None = None
         self._copier: Copier | None = None
         self._second_line: ControlPlane | None = None
-        self._postponed: list[Path] = []
+        self._let_go: list[Path] = []  # on rank 0: what is to be removed once another one stands in for it
 
     @property
     def has_ended_behind(self) -> bool:
@@ -485,11 +486,21 @@ class SaveHooks:
         """A run begins, whose ranks have met."""
         strategy = self._strategy
         copies = None if strategy.copy_to is None else Copies(strategy.copy_to)
-        self._plane, self._second_line, self._moves, self._postponed = plane, None, Lock(), []
+        self._plane, self._second_line, self._moves, self._let_go = plane, None, Lock(), []
         self._copier = None if copies is None else Copier(copies, self._note_copy)
         strategy.loads.begin(plane, copies)
         if type(strategy.checkpoint_io) is TorchCheckpointIO:  # a plugin of the user's stays
             strategy.checkpoint_io = StreamingCheckpointIO()
+
+    def announced(self, save: Callable[..., None]) -> Callable[..., None]:
+        """``Trainer.save_checkpoint``, once all ranks save: what it collects first may be a collective already."""
+
+        def save_checkpoint(*arguments: Any, **named: Any) -> None:
+            self._strategy.collectives.together(lambda: _SAVE, lambda: None)
+            with self._having_its_deadline():
+                save(*arguments, **named)
+
+        return save_checkpoint
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         """The strategy's ``save_checkpoint``."""
@@ -498,59 +509,47 @@ class SaveHooks:
         strategy, step, began_at = self._strategy, checkpoint.get("global_step"), time.monotonic()
         strategy.marks.set(f"save {filepath}")
         try:
-            with strategy.transfer.of("save"), self._writing() as writes:
+            with strategy.transfer.of("save"), self._having_its_deadline(), self._writing() as writes:
                 self.in_flight = self._save(checkpoint, filepath, storage_options, writes)
         except SaveFailed as error:
             self._failed(str(filepath), step, error)
             return
         strategy.measured.note(Phase.CHECKPOINT, began_at)
-        self._note_stall(began_at)
+        self._stall_s = 0.0
         if self.in_flight is None:
-            self._succeeded(str(filepath), step)
+            self._succeeded(str(filepath), step, began_at)
+        else:
+            self._note_stall(began_at)
 
     def _save(
         self, checkpoint: dict[str, Any], target: str | Path, storage_options: Any, writes: Writes
     ) -> BackgroundSave | None:
         """Saves in a stage; returns the save that a thread finishes, or None where it is committed."""
-        strategy, phases, path = self._strategy, self._strategy.phases, local_path(target)
+        strategy, path = self._strategy, local_path(target)
         write = partial(strategy.write_checkpoint, checkpoint, storage_options=storage_options, writes=writes)
         if path is None:
             message = "rank %d: %s is not on a local file system; it is saved without a commit"
             log.warning(message, strategy.global_rank, target)
             write(target)
             return None
-        before = phases.current
-        phases.enter(Phase.CHECKPOINT)
         # Every rank's generators: Lightning stores the dictionary of rank 0 only.
         mine = {name: b64encode(state).decode() for name, state in rng_state().items()}
         rng = [{name: b64decode(state) for name, state in one.items()} for one in self._gather("rng", mine)]
         checkpoint[KEY] = {"version": VERSION, "rng": rng, "parameters": parameters_of_optimizers(strategy)}
-        info, rank = self._info(checkpoint), self._plane.world.rank
+        info, not_before = self._info(checkpoint), strategy.loads.parent_committed_at
         writes.digested = DigestedWrites(self.sync)
-        staged = StagedSave(path, rank, self._gather, writes.digested)
+        staged = StagedSave(path, self._plane.world.rank, self._gather, writes.digested)
         staged.fill(write)
-        not_before, begun = strategy.loads.parent_committed_at, None
         commit = partial(self._commit, staged, info, count=writes.count, not_before=not_before)
         if writes.are_kept:
             behind = partial(commit, finish=writes.finish, gather=self._gather_behind())
-            begun = BackgroundSave(str(path), info.global_step, behind)
-        else:
-            commit()
-            self._follow(path)
-        # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
-        phases.current = max(before, Phase.CHECKPOINT, key=phases.patience_in)
-        return begun
+            return BackgroundSave(str(path), info.global_step, behind)
+        commit()
+        return None
 
     def _commit(self, staged: StagedSave, info: Manifest, **how: Any) -> None:
         with self._moves:
             staged.commit(info, **how)
-
-    def _follow(self, path: Path) -> None:
-        """A save is on the disk: what it stands in for can go."""
-        self._strategy.loads.follow(path)
-        if self._copier is not None and self._strategy.is_global_zero:
-            self._copier.submit(path.absolute())
-        self._remove_postponed(path)
 
     def settle(self, *, retry: str | None = None) -> None:
         """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together.
@@ -561,36 +560,50 @@ class SaveHooks:
         if begun is None:
             return
         strategy.marks.set(f"wait until {begun.path} is saved")
-        before, began_at = strategy.phases.current, time.monotonic()
-        strategy.phases.enter(Phase.CHECKPOINT)
-        try:
-            begun.wait(strategy.phases.patience)
-        except SaveFailed as error:
-            self._failed(begun.path, begun.global_step, error, retry=retry)
-            return
-        finally:
-            strategy.phases.current = max(before, Phase.CHECKPOINT, key=strategy.phases.patience_in)
+        began_at = time.monotonic()
+        with self._having_its_deadline():
+            try:
+                begun.wait(strategy.phases.patience)
+            except SaveFailed as error:
+                self._failed(begun.path, begun.global_step, error, retry=retry)
+                return
         if strategy.is_global_zero:
             for checkpoint, name in begun.links:
                 link(Path(checkpoint), Path(name))
-        self._note_stall(began_at, is_same_save=True)
-        self._follow(Path(begun.path))  # what it stands in for goes when no link leads there any more
-        self._succeeded(begun.path, begun.global_step)
+        self._succeeded(begun.path, begun.global_step, began_at)
 
-    def _note_stall(self, began_at: float, *, is_same_save: bool = False) -> None:
-        """The training thread has stood still for a save since a moment of the monotonic clock."""
-        stall_s = time.monotonic() - began_at
-        self._stall_s = stall_s + (self._stall_s if is_same_save else 0.0)
-        self._strategy.times.add("checkpoint", stall_s)
+    @contextmanager
+    def _having_its_deadline(self) -> Iterator[None]:
+        """Gives this block the deadline of a save; that of the phase before it holds again then, where it is longer."""
+        phases = self._strategy.phases
+        before = phases.current
+        phases.enter(Phase.CHECKPOINT)
+        yield
+        # The next gate, where all ranks meet, shrinks it.
+        phases.current = max(before, Phase.CHECKPOINT, key=phases.patience_in)
+
+    def _succeeded(self, target: str, step: int | None, began_at: float) -> None:
+        """A save is on the disk: what it stands in for can go."""
+        self.failing.succeeded()
+        if (path := local_path(target)) is not None:
+            self._strategy.loads.follow(path)
+            if self._copier is not None and self._strategy.is_global_zero:
+                self._copier.submit(path.absolute())
+            self._let_go = [old for old in self._let_go if old.absolute() != path.absolute()]
+            self._remove_let_go()
+        self._note_stall(began_at)
+        self._strategy.note("saved", path=target, global_step=step, stall_s=round(self._stall_s, 3))
 
     def _failed(self, path: str, step: int | None, error: SaveFailed, *, retry: str | None = None) -> None:
         self._strategy.note("save_failed", path=path, global_step=step, error=str(error)[:1000])
         self.failing.failed(path, error, retry=retry)
-        self._postponed = [old for old in self._postponed if not self.failing.is_in_books(str(old))]
+        self._let_go = [old for old in self._let_go if not self.failing.is_in_books(str(old))]
 
-    def _succeeded(self, path: str, step: int | None) -> None:
-        self.failing.succeeded()
-        self._strategy.note("saved", path=path, global_step=step, stall_s=round(self._stall_s, 3))
+    def _note_stall(self, began_at: float) -> None:
+        """The training thread has stood still for the last save since a moment of the monotonic clock."""
+        stall_s = time.monotonic() - began_at
+        self._stall_s += stall_s
+        self._strategy.times.add("checkpoint", stall_s)
 
     def _note_copy(self, path: Path, error: str | None) -> None:
         kind = "checkpoint_copied" if error is None else "copy_failed"
@@ -617,29 +630,30 @@ class SaveHooks:
     # -- removals and links ------------------------------------------------------------------------------------------
 
     def remove(self, filepath: str | Path) -> None:
-        """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""
+        """Removes a checkpoint once another one stands in for it; not what a save has failed to replace."""
         if self.failing.failure is not None and self.failing.is_in_books(str(filepath)):
             return
         if self._strategy.is_global_zero:
-            in_the_making = self.failing.failure is not None or self.in_flight is not None
-            self._remove(Path(filepath), postpone=in_the_making or self._is_linked(Path(filepath)))
+            self._let_go.append(Path(filepath))
+            self._remove_let_go()
 
-    def _remove(self, path: Path, *, postpone: bool = False) -> None:
-        if postpone or is_last_valid(path):
-            level = logging.DEBUG if postpone else logging.INFO  # one is in the making
-            log.log(level, "%s is kept until another checkpoint is committed, or linked", path)
-            self._postponed.append(path)
+    def _remove_let_go(self) -> None:
+        """Not while a save is under way, or has failed; nor what a link leads to, nor the last valid one."""
+        if self.failing.failure is not None or self.in_flight is not None:
             return
-        with self._moves:
-            remove(path)
-        self._strategy.note("removed", path=str(path))
-
-    def _remove_postponed(self, but: Path) -> None:
-        """Removes what a newer checkpoint, which stays, stands in for by now."""
-        postponed, self._postponed = self._postponed, []
-        for old in postponed:
-            if old.absolute() != but.absolute():
-                self._remove(old)
+        kept = []
+        for path in self._let_go:
+            if self._is_linked(path) or is_last_valid(path):
+                kept.append(path)
+                continue
+            try:
+                with self._moves:
+                    remove(path)
+                self._strategy.note("removed", path=str(path))
+            except OSError as error:
+                log.warning("%s cannot be removed (%s); the next commit is the retry", path, error)
+                kept.append(path)
+        self._let_go = kept
 
     def link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
         """In the place of ModelCheckpoint's for ``save_last="link"``: there is a link at every moment, to what is."""
@@ -647,8 +661,7 @@ class SaveHooks:
             self.in_flight.links.append((filepath, linkpath))
         elif self._strategy.is_global_zero:
             link(Path(filepath), Path(linkpath))
-            if self.failing.failure is None and self.in_flight is None:  # what it stands in for stays until then
-                self._remove_postponed(Path(filepath))
+            self._remove_let_go()
         self._strategy.barrier("ModelCheckpoint.link")
 
     def _is_linked(self, path: Path) -> bool:
@@ -663,10 +676,10 @@ class SaveHooks:
         try:
             if not has_failed:
                 self.settle()
-        except DistplusError as error:
+        except Exception as error:  # a teardown: whatever it is, the rest of it follows
             log.error("rank %d ends without the checkpoint in the background: %s", self._strategy.global_rank, error)
         self.failing.end()
-        self._staging = None
+        self._staging = self.in_flight = None
         deadline = timedelta(0) if has_failed else self._strategy.phases.patience_in(Phase.CHECKPOINT)
         if self._copier is not None and not self._copier.close(deadline):
             log.error("the last checkpoint is not copied within the deadline of a checkpoint; the run ends without it")
@@ -682,12 +695,12 @@ class SaveHooks:
         try:
             json.dumps(data, allow_nan=False)
         except (TypeError, ValueError):
-            data = None  # a state of tensors stays in the checkpoint alone
+            data = None  # a state of tensors stays in the checkpoint alone, as one that is no dictionary
         return Manifest(
             global_step=checkpoint.get("global_step", 0),
             epoch=checkpoint.get("epoch", 0),
             strategy=engine_of(type(strategy)),
-            data=data,
+            data=data if isinstance(data, dict) else None,
             layout=layout_of(strategy),
             deadlines_s={} if calibration is None else dict(calibration.deadlines_s),
             parent=strategy.loads.parent,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import inspect
 import itertools
 import json
@@ -30,10 +29,13 @@ from lightning_distplus.control.secret import words_of
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Finding, Settings, Status, raise_errors, run_checks
 from lightning_distplus.preflight.agreement import (
     AGREEMENT_CHECKS,
-    content_of,
+    Disagreement,
+    Statement,
     disagreements,
     gathered,
     spans_hosts,
+    state_before_engine,
+    state_before_training,
     state_of_process,
 )
 from lightning_distplus.preflight.host import HOST_CHECKS, RunLock
@@ -285,68 +287,26 @@ def _raise(strategy: Any, facts: Facts, found: Iterable[Finding]) -> None:
 
 # All ranks call it; where they differ, a PreflightError names the odd rank, the field and both values on all of them.
 
-_NAMED_PARAMETERS = 2000
-_NAMED_PARAMETERS_OF_ALL = 20_000
-
-_SETTINGS = (
-    "max_epochs",
-    "max_steps",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "precision",
-    "val_check_interval",
-    "check_val_every_n_epoch",
-    "limit_train_batches",
-    "limit_val_batches",
-    "reload_dataloaders_every_n_epochs",
-)
-
 
 def check_agreement(strategy: Any, trainer: Any) -> None:
-    """Compares versions, revision, seed, variables, settings and model, before the engine wraps it."""
-    facts = facts_of(strategy)
-    mine = state_of_process(facts) | settings_of_trainer(trainer)
-    mine |= model_of(strategy.lightning_module, strategy.world_size)
-    _compare(strategy, facts, mine, device=_device(strategy.root_device))
+    """Compares processes, settings and models, before the engine wraps the model."""
+    mine = state_of_process(facts_of(strategy)) | state_before_engine(trainer)
+    _compare(strategy, mine, device=_device(strategy.root_device))
 
 
 def check_data(strategy: Any, trainer: Any) -> None:
-    """Compares length and content of the training data, once they are known."""
-    found = {"data.number of batches": str(trainer.num_training_batches)}
-    loader = trainer.train_dataloader
-    if hasattr(getattr(loader, "sampler", None), "num_replicas"):  # it cuts what must be the same on all ranks
-        found["data.length of the data set"] = str(len(loader.dataset))
-        found["data.content of the data set"] = content_of(loader.dataset) or "not read"
-    _compare(strategy, facts_of(strategy), found)
+    """Compares where the run stands, and its data, once they are known."""
+    _compare(strategy, state_before_training(trainer))
 
 
-def _compare(strategy: Any, facts: Facts, mine: dict[str, str], *, device: str = "") -> None:
+def _compare(strategy: Any, mine: Statement, *, device: str = "") -> None:
     if strategy.preflight is False or strategy.world_size == 1:
         return
-    patience, settings = strategy.phases.patience, strategy.preflight
-    _raise(strategy, facts, disagreements(strategy.plane, mine, patience, settings, device=device))
-
-
-def settings_of_trainer(trainer: Any) -> dict[str, str]:
-    """The settings that decide the course of a run, as texts."""
-    return {f"trainer.{name}": str(getattr(trainer, name, None)) for name in _SETTINGS}
-
-
-def model_of(module: torch.nn.Module, world_size: int) -> dict[str, str]:
-    """The parameters by name, as many as the messages of all ranks can hold; and the digest of all."""
-    shapes = {f"model.{name}": _shape(parameter) for name, parameter in module.named_parameters()}
-    digest = hashlib.sha256(str(shapes).encode()).hexdigest()[:16]
-    named = dict(list(shapes.items())[: min(_NAMED_PARAMETERS, _NAMED_PARAMETERS_OF_ALL // world_size)])
-    return {**named, "model.class": type(module).__name__, "model.parameters": f"{len(shapes)}, digest {digest}"}
-
-
-def _shape(parameter: torch.nn.Parameter) -> str:
-    if isinstance(parameter, torch.nn.UninitializedParameter):
-        return "not initialized"
-    if _compat.is_fsdp_shard(parameter):  # of an earlier run of this module: each rank sees its own part
-        return f"sharded {parameter.dtype}"
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO 3 the parameter itself is empty
-    return f"{tuple(shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+    found = disagreements(strategy.plane, mine, strategy.phases.patience, strategy.preflight, device=device)
+    for one in found:
+        if isinstance(one, Disagreement) and one.status is not Status.ERROR:
+            strategy.note("difference", field=one.field, ranks=one.ranks, values=one.values)
+    _raise(strategy, facts_of(strategy), [one for one in found if one.status is not Status.NOTE])
 
 
 def _device(device: torch.device) -> str:

@@ -16,17 +16,18 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_distplus.control import ControlPlane, Points, beat_key
-from lightning_distplus.control.plane import DIRECT_RANKS, Peer
+from lightning_distplus.control.exchange import DIRECT_RANKS
+from lightning_distplus.control.plane import Peer
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerError
 from lightning_distplus.process import open_memory, running_time
-from lightning_distplus.watchdog.progress import Mark, Marks, Pace, Progress
+from lightning_distplus.watchdog.progress import Counts, Mark, Marks, Pace
 from lightning_distplus.watchdog.stacks import StackPrinter, frame_of, place_of
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Board:
         marks: This rank's marks.
         thread: The thread that trains; each beat tells where it is.
         printer: How this rank's stacks can be had from outside.
-        progress: Tells how far the training thread has come; asked for at each beat.
+        counts: Knows how far the training thread has come; asked at each beat.
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class Board:
         *,
         thread: int = 0,
         printer: StackPrinter | None = None,
-        progress: Callable[[], Progress | None] = lambda: None,
+        counts: Counts | None = None,
     ) -> None:
         self._plane = plane
         self._marks = marks
         self._watched = thread
         self._printer = printer
-        self._progress = progress
+        self._counts = counts
         self._pace = Pace()
         self.alert = threading.Event()
         self.sightings: dict[int, Sighting] = {}
@@ -243,7 +244,7 @@ class Board:
         del self._to_post[: len(posts)]
 
     def _next_beat(self) -> dict[str, Any]:
-        self._pace.note(self._progress())
+        self._pace.note(None if self._counts is None else self._counts.progress())
         return {
             "beat": next(_beats),
             "mark": asdict(self._marks.read()),

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from lightning_distplus.process import running_time
 
@@ -135,6 +135,13 @@ class Progress:
     """None where nobody knows."""
     is_motion: bool = False
     """Whether what is counted moves by itself, while the training thread sets no marks: the bytes of a save."""
+
+
+class Counts(Protocol):
+    """Knows how far the training thread has come, such as a ``Transfer``; asked on other threads, once a second."""
+
+    def progress(self) -> Progress | None:
+        """What can be counted at present; None where nothing can."""
 
 
 class Pace:

@@ -87,6 +87,7 @@ class Verdict:
     parameter: str | None = None
     run_id: str = ""
     ends_run: bool = True
+    last_seen_s: float | None = None
     version: int = 1
 
     def to_json(self) -> str:
@@ -146,10 +147,12 @@ class Verdict:
         is_place = operation not in ("", "start") and len(operation) <= _LONGEST_OPERATION  # "start": not heard of yet
         where = f" {operation}" if operation.startswith("after ") else f" in {operation}"
         where = where if is_place else ""
-        if self.location is None:
+        if self.location is not None:
+            file, _, line = self.location.rpartition(":")
+            where += f"{',' if where else ' at'} {Path(file).name}:{line}"
+        if self.last_seen_s is None or not where:
             return where
-        file, _, line = self.location.rpartition(":")
-        return f"{where}, {Path(file).name}:{line}" if where else f" at {Path(file).name}:{line}"
+        return f", last seen{where}, {self.last_seen_s:.1f} s before"
 
     def _source_line(self) -> list[str]:
         """The culprit's line of source, as its stack shows it."""
@@ -214,22 +217,21 @@ def find_verdicts(
 _LABEL = re.compile(r"  (\w+): ")
 
 
-def describe_next(
-    folder: Path, run_id: str, global_step: int, ended_at: float, *, is_in_resume: bool = False
-) -> str:  # fmt: skip
+def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float, *, phase: str = "") -> str:
     """Tells how to go on, from which checkpoint, and what is lost of a run that ended at this step and Unix time."""
     files = ledger_files(folder, has_launcher=False)
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
     events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
     path, auto_folder, step, at = "", None, 0, events[0]["time"] if events else time.time()
-    for event in events:
+    is_refused = phase == Phase.RESUME  # what was loaded last; the same command would be, once more
+    for event in events if not is_refused else ():
         if event["kind"] in ("saved", "loaded"):
             path, step, at = event["path"], event["global_step"] or 0, event["time"]
         elif event["kind"] == "start":
             auto_folder, at = event.get("auto_folder"), at if path else event["time"]
     lost = f"{max(global_step - step, 0)} steps, {duration_in_words(ended_at - at)} of work lost"
     if not path:
-        again = "loads the same checkpoint again" if is_in_resume else "starts at the beginning"
+        again = "loads the same checkpoint again" if is_refused else "starts at the beginning"
         return f"no checkpoint has been committed yet; the same command {again} ({lost})"
     ckpt_path = ckpt_path_for(path, auto_folder)
     how = f'the same command with fit(..., ckpt_path="{ckpt_path}")'
@@ -254,9 +256,11 @@ def duration_in_words(seconds: float) -> str:
 def print_block(verdict: Verdict, path: Path) -> None:
     """Prints a verdict and what to do next, 30 lines at most; coloured and as wide as the terminal, where one is."""
     console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
-    of_run = (path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
-    goes_on = describe_next(*of_run, is_in_resume=verdict.phase == Phase.RESUME)
-    lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {path}"]
+    file, ended_at = f"none; {path.parent} takes no file", time.time()
+    with suppress(OSError):
+        file, ended_at = str(path), path.stat().st_mtime
+    goes_on = describe_next(path.parent, verdict.run_id, verdict.global_step, ended_at, phase=verdict.phase)
+    lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {file}"]
     wrapped = [part for line in lines for part in _wrap(line, console.width)] if console.is_terminal else lines
     if len(wrapped) > MOST_LINES:  # long paths: better broken by the terminal than cut off here
         wrapped = lines
@@ -266,6 +270,18 @@ def print_block(verdict: Verdict, path: Path) -> None:
     with suppress(OSError, ValueError):
         console.print(text, end="")
         sys.stderr.flush()
+
+
+def print_once(verdict: Verdict, path: Path) -> bool:
+    """Prints a verdict, unless another process has; returns whether it was this one."""
+    try:
+        shown_mark(path).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk: better told twice than by nobody
+        pass
+    print_block(verdict, path)
+    return True
 
 
 def shown_mark(verdict: Path) -> Path:
@@ -337,10 +353,11 @@ def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> 
         culprits=culprits,
         waiting=sorted(set(evidence) - set(culprits)),
         phase=known.phase,
-        operation=first.operation if first.phase == known.phase else "",
+        operation=first.operation,
         location=first.location,
         global_step=known.global_step,
         elapsed_s=first.silence_s,
+        last_seen_s=first.beat_s if first.is_last_seen else None,
         cause=opinion.cause,
         remedy=opinion.remedy,
         hosts={str(rank): one.host for rank, one in everybody.items()},
@@ -674,7 +691,6 @@ def judge_failure(
     }
     places |= {int(rank): {**places.get(int(rank), {}), **_place_in(str(value))} for rank, value in values.items()}
     place = places[culprits[0]]
-    place = {**place, "operation": ""} if place.get("is_of_before") else place
     kind = _KINDS.get(first.type, "exception")
     cause, remedy = _explain(first, place.get("location"))
     known = {str(rank): (peer.host, peer.pid) for rank, peer in peers.items()}
@@ -688,6 +704,7 @@ def judge_failure(
         culprits=culprits,
         waiting=sorted(set(world.ranks) - set(culprits)),
         **{name: place.get(name, nothing) for name, nothing in _NOWHERE.items()},
+        last_seen_s=place.get("beat_s"),
         cause=cause,
         remedy=remedy,
         hosts={rank: host for rank, (host, _) in known.items()},
@@ -716,20 +733,16 @@ def _place_of(seen: Sighting | None) -> dict[str, Any]:
 
 
 def _newer(place: dict[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with step and phase of the rank that has told of it, where that is further: they train in step.
-
-    A place of another phase is then one that this rank has left.
-    """
+    """The same with step and phase of the rank that has told of it, where that is further: they train in step."""
     if told.get("global_step", 0) <= place.get("global_step", -1):
         return place
-    phase = told.get("phase", "")
-    return {**place, "phase": phase, "global_step": told["global_step"], "is_of_before": phase != place.get("phase")}
+    return {**place, "phase": told.get("phase", ""), "global_step": told["global_step"]}
 
 
 def _place_in(value: str) -> dict[str, Any]:
     """Of a rank in another call: what stands in ``Whereabouts.describe``."""
     found = _WHEREABOUTS.match(value)
-    return {"operation": found[1], "location": found[2]} if found else {}
+    return {"operation": found[1], "location": found[2], "beat_s": None} if found else {}
 
 
 def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
@@ -737,7 +750,7 @@ def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
     is_gone = first.type == errors.PeerLost.__name__
     what = f"raised {first.type}" if is_own else "its process is gone" if is_gone else f"named by rank {first.rank}"
     where = f", {'' if is_own else 'last seen '}in {place['operation']!r}" if place.get("operation") else ""
-    age = f", {place['beat_s']:.1f} s before" if "beat_s" in place else ""
+    age = "" if place.get("beat_s") is None else f", {place['beat_s']:.1f} s before"
     return what + where + (f" at {place['location']}" if place.get("location") else "") + age
 
 

@@ -33,7 +33,7 @@ from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.evidence import Evidence, Witness
 from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, has_slate
-from lightning_distplus.watchdog.progress import Marks, Progress
+from lightning_distplus.watchdog.progress import Counts, Marks
 from lightning_distplus.watchdog.stacks import StackPrinter
 from lightning_distplus.watchdog.verdict import (
     Verdict,
@@ -42,6 +42,7 @@ from lightning_distplus.watchdog.verdict import (
     judge_failure,
     name_incident,
     print_block,
+    print_once,
     shown_mark,
 )
 from lightning_distplus.world import name_ranks
@@ -75,16 +76,19 @@ class _JudgedTogether(RuntimeError):
     has_verdict = True
 
 
-class Limits(Protocol):
-    """Knows how long a rank may be silent, such as ``run_access.Phases``; None: no verdict is given."""
+class WatchedRun(Counts, Protocol):
+    """The run, as the watchdog asks it; from threads of its own."""
 
     @property
     def deadline(self) -> timedelta | None:
-        """In the present phase."""
+        """How long a rank may be silent in the present phase; None: no verdict is given."""
 
     @property
     def last_deadline(self) -> timedelta | None:
-        """At the end, of a rank that is alone because others have ended their run."""
+        """The same at the end, of a rank that is alone because others have ended their run."""
+
+    def on_verdict_shown(self, path: Path) -> None:
+        """Hears of the file of a verdict that this rank has printed; never raises."""
 
 
 class Watchdog:
@@ -95,42 +99,37 @@ class Watchdog:
     Args:
         plane: The control plane.
         marks: This rank's marks.
-        limits: Knows how long a rank may be silent; asked at every tick.
+        run: The run that is watched.
         report_after: A silence longer than this is reported once; it ends nothing. None: never.
         ends_run: Whether a verdict ends the process.
         folder: Where verdicts are written.
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
-        progress: Tells how far the training thread has come.
-        on_shown: Told the file of the verdict once this rank has printed it; never raises.
     """
 
     def __init__(
         self,
         plane: ControlPlane,
         marks: Marks,
-        limits: Limits,
+        run: WatchedRun,
         *,
         report_after: Duration | None,
         ends_run: bool,
         folder: Path,
         has_process: bool = True,
-        progress: Callable[[], Progress | None] = lambda: None,
-        on_shown: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world
         self._marks = marks
-        self._limits = limits
+        self._run = run
         self._report_after_s = math.inf if report_after is None else parse_duration(report_after).total_seconds()
         self._ends_run = ends_run
         self._has_process = has_process
         self._printer = StackPrinter.arm() if has_process else None
         thread = threading.get_ident()
-        self.board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
+        self.board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, counts=run)
         """What the ranks tell each other."""
         self._witness = Witness(plane, marks, self.board, thread=thread, printer=self._printer)
-        self._telling = Telling(plane, self.board, folder, on_shown)
-        self._on_shown = on_shown
+        self._telling = Telling(plane, self.board, folder, run)
         self._stopping = threading.Event()
         self._judges_together = threading.Lock()
         self._have_judged_together = threading.Event()
@@ -265,7 +264,7 @@ class Watchdog:
 
         One that is on its way out, in ``on_exception`` or ``finally``, has the deadline of the end of a run.
         """
-        now, last = running_time(), self._limits.last_deadline
+        now, last = running_time(), self._run.last_deadline
         if self._witness.is_on_its_way_out():
             self._on_its_way_at = now
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
@@ -294,9 +293,9 @@ class Watchdog:
 
     def _deadline_s(self) -> float:
         """Whom nobody awaits any more, because others have ended, may take as long as the end of a run may."""
-        deadline = self._limits.deadline
+        deadline = self._run.deadline
         if deadline is not None and self.board.ended:
-            deadline = max(deadline, self._limits.last_deadline or deadline)
+            deadline = max(deadline, self._run.last_deadline or deadline)
         return math.inf if deadline is None else deadline.total_seconds()
 
     def _look_at_the_end(self, number: int) -> None:
@@ -474,10 +473,9 @@ class Watchdog:
         self._telling.has_judged = self._ends_run
         verdict = replace(verdict, ends_run=self._ends_run)
         speaks = self._telling.speaks_for_host(verdict.silent)
-        path = None
         # Where another rank speaks, the end of this process would tear that one out of its verdict.
-        if speaks or (self._ends_run and not self._telling.is_written(_SPOKEN_S)):
-            path = self._telling.tell(verdict)
+        has_to_tell = speaks or (self._ends_run and not self._telling.is_written(_SPOKEN_S))
+        path = self._telling.tell(verdict) if has_to_tell else None
         if self._ends_run:
             self._telling.tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
@@ -485,7 +483,8 @@ class Watchdog:
             self._leave(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
         elif path is not None:
             print_block(verdict, path)
-            threading.Thread(target=self._on_shown, args=(path,), name="distplus-on-shown", daemon=True).start()
+            tell = self._run.on_verdict_shown
+            threading.Thread(target=tell, args=(path,), name="distplus-on-shown", daemon=True).start()
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         """Kills culprits of this host, with what was forked from them, of which it is known that they cannot end.
@@ -536,13 +535,13 @@ _at_exit: list[multiprocessing.util.Finalize] = []
 class Telling:
     """Tells verdicts for one rank: one rank of each host writes and prints. It also shows how this process ends."""
 
-    def __init__(self, plane: ControlPlane, board: Board, folder: Path, on_shown: Callable[[Path], None]) -> None:
+    def __init__(self, plane: ControlPlane, board: Board, folder: Path, run: WatchedRun) -> None:
         self._plane = plane
         self._line = plane.second_line()
         self._world = plane.world
         self._board = board
         self._folder = folder
-        self._on_shown = on_shown
+        self._run = run
         self._began_at = time.time()
         self._found: tuple[Verdict, Path] | None = None
         self._is_over = False
@@ -562,13 +561,13 @@ class Telling:
 
     # -- to the file and to the peers --------------------------------------------------------------------------------
 
-    def tell(self, verdict: Verdict) -> Path | None:
-        """Writes it; one that ends the run is printed when this process ends. None where the folder takes no file."""
+    def tell(self, verdict: Verdict) -> Path:
+        """Writes it, where the folder takes a file; one that ends the run is printed when this process ends."""
+        path = verdict.path(self._folder, self._world.host)
+        self._found = (verdict, path) if verdict.ends_run else self._found
         with suppress(OSError):
-            path = verdict.write(self._folder, self._world.host)
-            self._found = (verdict, path) if verdict.ends_run else self._found
-            return path
-        return None
+            verdict.write(self._folder, self._world.host)
+        return path
 
     def tell_failure(self, error: FirstError, *, is_told: bool, ends_others: bool) -> None:
         """Writes the verdict on an error, once on each host; it is printed when this process ends. Never raises.
@@ -587,9 +586,9 @@ class Telling:
             if not is_told and self.is_written(wait_s):
                 return
             if not verdict.path(self._folder, self._world.host).exists():  # two at once write the same
-                self._found = (verdict, verdict.write(self._folder, self._world.host))
+                self.tell(verdict)
         except Exception:  # on the way out: the error itself must be seen
-            log.exception("rank %d: the verdict cannot be written", self._world.rank)
+            log.exception("rank %d: no verdict can be given", self._world.rank)
 
     def _written(self, since: float) -> list[Path]:
         """The verdicts on the end of this run that ranks of this host have written since then, oldest first."""
@@ -699,20 +698,21 @@ class Telling:
 
     def show_block(self, *, waits: bool = True) -> bool:
         """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
-        if self._is_over or env.DISTPLUS_HOME_FILE.get():  # distplus launch prints it
+        if self._is_over:
             return False
         self._is_over = True
         with suppress(Exception):  # the process ends
-            found = self.find_verdict()
-            if found is None or not self.speaks_for_host(found[0].silent):
+            verdict, path = self.find_verdict() or (None, self._folder)
+            if verdict is None or not self.speaks_for_host(verdict.silent):
+                return False
+            if env.DISTPLUS_HOME_FILE.get() and path.exists():  # distplus launch prints it
                 return False
             if waits:
-                self._await_others(found[0].silent)
+                self._await_others(verdict.silent)
             is_of_notebook = multiprocessing.parent_process() is not None and _notebook() is not None  # which prints it
-            if not is_of_notebook:
-                shown_mark(found[1]).touch(exist_ok=False)  # the first rank that asks prints it
-                print_block(*found)
-            self._on_shown(found[1])
+            if not is_of_notebook and not print_once(verdict, path):
+                return False
+            self._run.on_verdict_shown(path)
             return not is_of_notebook
         return False
 
@@ -808,8 +808,7 @@ def show_after_cells(folder: Path) -> None:
     def end_cell(result: Any) -> None:
         with suppress(Exception):  # the error of the cell has been shown
             for told in [] if result.success else find_verdicts(folder, since=began_at, of_end=True)[-1:]:
-                shown_mark(told["path"]).touch(exist_ok=False)
-                print_block(Verdict.from_json(told["path"].read_bytes()), told["path"])
+                print_once(Verdict.from_json(told["path"].read_bytes()), told["path"])
 
     while _after_cells:  # of an earlier Trainer
         shell.events.unregister("post_run_cell", _after_cells.pop())

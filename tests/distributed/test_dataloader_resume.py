@@ -449,19 +449,27 @@ def test_each_rank_goes_on_with_its_own_state_of_iterable_data(num_workers: int,
 
 
 def resume_twice(folder: str) -> list[Any]:
-    """An undisturbed run, and one that resumes between two epochs and then behind the first batch of the second."""
-    make = partial(stream, num_workers=2, persistent_workers=True)
-    between, behind = SaveAt("on_train_epoch_end", Path(folder)), SaveAt("on_train_batch_end", Path(folder) / "second")
-    behind.folder.mkdir()
-    whole = fit(make, callbacks=[between], max_epochs=2)
-    fit(make, callbacks=[behind], ckpt_path=between.saves[0][0], max_epochs=2)
-    return [whole.events, fit(make, ckpt_path=behind.saves[0][0], max_epochs=2).events]
+    """Undisturbed runs, and such as resume at the first save of one hook and then at the first of another one."""
+    workers = partial(stream, num_workers=2, persistent_workers=True)
+    runs = []
+    for make, *hooks in (
+        (workers, "on_train_epoch_end", "on_train_batch_end"),
+        (stream, "on_validation_end", "on_train_epoch_end"),
+    ):
+        first, second = (SaveAt(hook, Path(folder) / hook) for hook in hooks)
+        for one in (first, second):
+            one.folder.mkdir(exist_ok=True)
+        whole = fit(make, callbacks=[first], max_epochs=2)
+        fit(make, callbacks=[second], ckpt_path=first.saves[0][0], max_epochs=2)
+        runs.append((whole.events, fit(make, ckpt_path=second.saves[0][0], max_epochs=2).events))
+    return runs
 
 
-def test_worker_that_has_given_nothing_since_a_resume_begins_its_pass_in_the_next_one(tmp_path: Path) -> None:
-    whole, resumed = on_one_rank(resume_twice, str(tmp_path))
-    assert len(resumed) > 8
-    assert resumed == whole[-len(resumed) :]
+def test_run_that_resumes_between_two_epochs_and_soon_again_is_the_undisturbed_one(tmp_path: Path) -> None:
+    """A worker that has given nothing since begins its pass in the next one; data that nobody has read stay."""
+    for whole, resumed in on_one_rank(resume_twice, str(tmp_path)):
+        assert len(resumed) > 8
+        assert resumed == whole[-len(resumed) :]
 
 
 def stop_inside_the_last_epoch(folder: str) -> list[Any]:
@@ -483,15 +491,18 @@ def test_run_that_was_stopped_inside_its_last_epoch_trains_the_rest_of_it(tmp_pa
 
 def order_beside_stock(folder: str) -> list[Any]:
     runs = []
-    for make in (stream, partial(stream, num_workers=2), partial(stateful, num_workers=2), stateful_over_ids):
-        own = {"max_epochs": 3, "use_distributed_sampler": False, "default_root_dir": folder}
-        runs.append(
-            [rest_of(fit(make, strategy=partial(ResilientDDP, data=data), **own)) for data in ("exact", "as_is")]
-        )
+    own = {"max_epochs": 3, "use_distributed_sampler": False, "default_root_dir": folder}
+    anew = {"reload_dataloaders_every_n_epochs": 1}
+    streams = (stream, partial(stream, num_workers=2), partial(stateful, num_workers=2))
+    drawless = partial(shuffled, data=torch.arange(34.0).view(17, 2))
+    for make, arguments in (*((one, {}) for one in streams), (stateful_over_ids, {}), (drawless, {}), (drawless, anew)):
+        strategies = [partial(ResilientDDP, data=data) for data in ("exact", "as_is")]
+        runs.append([rest_of(fit(make, strategy=one, **own, **arguments)) for one in strategies])
     return runs
 
 
-def test_order_of_data_with_a_state_is_that_of_stock(tmp_path: Path) -> None:
+def test_order_is_that_of_stock(tmp_path: Path) -> None:
+    """Of data with a state, and of a sampler that draws from the generator that the model draws from."""
     for exact, stock in on_one_rank(order_beside_stock, str(tmp_path)):
         assert len(exact) > 20
         assert exact == stock
@@ -519,7 +530,7 @@ class Named(DataLoader):
 @pytest.mark.soak
 def test_loader_looks_as_the_user_has_made_it(tmp_path: Path) -> None:
     found = on_one_rank(show_the_loader, str(tmp_path))
-    expected = {"is_of_class": True, "is_a_copy": True, "same": [], "length": 9, "version": 2, "validation": DataLoader}
+    expected = {"is_of_class": True, "is_a_copy": True, "same": [], "length": 9, "version": 3, "validation": DataLoader}
     assert found == expected
 
 
@@ -602,36 +613,47 @@ def test_one_warning_for_what_would_be_repeated(kind: str, tmp_path: Path) -> No
     assert WARNINGS[kind] in told[0]
 
 
-def resume_with(make: Make, other: Make, folder: str, arguments: dict[str, Any]) -> tuple[str, str, int]:
-    """What a resume inside an epoch, and one between two epochs, say to another loader."""
-    saver = SaveAt("on_train_epoch_end", Path(folder))
-    _, saves = saved(make, f"{folder}/inside", max_epochs=1, **arguments)
-    fit(make, callbacks=[saver], max_epochs=1, **arguments)
-    try:
-        fit(other, ckpt_path=saves[3][0], **arguments)
-    except DatasetMismatch as error:
-        text = str(error)
-    as_is = {**arguments, "strategy": partial(ResilientDDP, data="as_is")}
-    num_left = len(rest_of(fit(other, ckpt_path=saves[3][0], max_epochs=1, **as_is)))
-    fit(other, ckpt_path=saver.saves[0][0], max_epochs=2, **arguments)
-    return text, saves[3][0].name, num_left
-
-
-def refusal(make: Make, other: Make, folder: Path, **arguments: Any) -> str:
-    (folder / "inside").mkdir()
-    text, _, num_left = on_one_rank(resume_with, make, other, str(folder), arguments)
-    assert num_left > 0
-    assert 'data="as_is"' in text
-    return text
-
-
 def larger() -> DataLoader:
     return DataLoader(Augmented(21), batch_size=2, shuffle=True)
 
 
-@pytest.mark.soak
-def test_other_data_inside_an_epoch_are_refused(tmp_path: Path) -> None:
-    assert "num_samples: 17 in the checkpoint, 21 in this run" in refusal(shuffled, larger, tmp_path)
+by_the_clock = partial(sampled_by, "clock")
+by_workers = partial(stream, num_workers=2)
+REFUSED: dict[str, tuple[Make, Make]] = {
+    "num_samples: 17 in the checkpoint, 21 in this run": (shuffled, larger),
+    "sampler: None in the checkpoint, 'RandomSampler' in this run": (by_workers, larger),
+    "batch_size: 2 in the checkpoint, 3 in this run": (by_workers, partial(by_workers, batch_size=3)),
+    "Plain is iterable": (shuffled, partial(unknown, "iterable")),
+    "ByTheClock does not draw again what it drew before the checkpoint: its first 4 draws": (by_the_clock,) * 2,
+}
+
+
+def resume_with_others(folder: str) -> list[tuple[str, int]]:
+    """What a resume inside an epoch says to another loader, and how much is left of the epoch as it is."""
+    found = []
+    for number, (make, other) in enumerate(REFUSED.values()):
+        saver, inside = SaveAt("on_train_epoch_end", Path(folder) / str(number)), Path(folder) / f"{number} inside"
+        for one in (saver.folder, inside):
+            one.mkdir()
+        arguments = {"max_epochs": 1, "use_distributed_sampler": False}
+        _, saves = saved(make, str(inside), **arguments)
+        fit(make, callbacks=[saver], **arguments)
+        with pytest.raises(DatasetMismatch) as refused:
+            fit(other, ckpt_path=saves[3][0], **arguments)
+        as_is = partial(ResilientDDP, data="as_is")
+        left = rest_of(fit(other, ckpt_path=saves[3][0], **arguments, strategy=as_is))
+        assert rest_of(fit(other, ckpt_path=saver.saves[0][0], **{**arguments, "max_epochs": 2})), "the next epoch"
+        found.append((str(refused.value), len(left)))
+    return found
+
+
+@pytest.mark.deadline(120)
+def test_what_cannot_go_on_inside_an_epoch_is_refused_and_goes_on_between_two(tmp_path: Path) -> None:
+    found = spawn(resume_with_others, 1, args=(str(tmp_path),), deadline="100s").check().results[0]
+    for message, (text, num_left) in zip(REFUSED, found, strict=True):
+        assert message in text
+        assert 'data="as_is"' in text
+        assert num_left > 0
 
 
 def resume_with_another_batch(folder: str) -> tuple[list[Any], list[Any]]:
@@ -646,17 +668,6 @@ def test_other_global_batch_inside_an_epoch_begins_it_anew_with_a_warning(tmp_pa
     resumed, whole = run.results[0]
     assert resumed == whole[: len(whole) - 3]
     assert "begin anew, as they do in Lightning: batch size 2 x 1 data-parallel ranks x acc" in run.logs[0]
-
-
-@pytest.mark.soak
-def test_other_kind_of_loader_inside_an_epoch_is_refused(tmp_path: Path) -> None:
-    assert "Plain is iterable" in refusal(shuffled, partial(unknown, "iterable"), tmp_path)
-
-
-def test_sampler_that_listens_to_the_clock_is_refused(tmp_path: Path) -> None:
-    by_the_clock = partial(sampled_by, "clock")
-    text = refusal(by_the_clock, by_the_clock, tmp_path, use_distributed_sampler=False)
-    assert "ByTheClock does not draw again what it drew before the checkpoint: its first 4 draws" in text
 
 
 def resume_unseeded(folder: str) -> list[Any]:

@@ -154,7 +154,8 @@ def test_an_exported_checkpoint_of_shards_goes_on_in_ddp(name: str, first: First
     whole, weights = export_both(tmp_path, saved)
     loaded, _ = leg(tmp_path, 2, "ResilientDDP", 2, whole)
     assert loaded == saved
-    assert export([str(whole), str(weights)]) == 1, "what is there is not overwritten"
+    with pytest.raises(FileExistsError, match="exists already"):
+        export([str(whole), str(weights)])
 
 
 def export_both(folder: Path, saved: Digests) -> tuple[Path, Path]:

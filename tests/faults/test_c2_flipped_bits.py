@@ -18,7 +18,7 @@ from lightning_distplus import newest_valid, verify
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.formats import tensor_findings
 from lightning_distplus.cli.checkpoints import run_verify as distplus_verify
-from lightning_distplus.errors import CheckpointCorrupt
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs
 from tests.pairs import in_turn
@@ -166,13 +166,13 @@ def save_copied(rank: int, folder: str, url: str) -> str:
     return weights_digest(model)
 
 
-def load_copied(rank: int, folder: str, url: str) -> tuple[str, str, list[str]]:
+def load_copied(rank: int, folder: str, url: str | None) -> tuple[str, str, list[str]]:
     if rank == 1:
         on_another_node(folder)
     trainer = jobs.trainer("ResilientDDP", 2, folder, copy_to=url, max_steps=4)
     try:
         trainer.fit(model := jobs.Model(), jobs.loader(), ckpt_path=f"{folder}/step=4.ckpt")
-    except CheckpointCorrupt as error:
+    except (CheckpointCorrupt, CheckpointMismatch) as error:
         return type(error).__name__, str(error), []
     return weights_digest(model), str(newest_valid(folder)), [path.name for path in Path(folder).glob("*.ckpt")]
 
@@ -189,6 +189,11 @@ def test_a_node_without_the_checkpoint_or_with_a_damaged_one_fetches_the_copy(tm
     newest = fast / "step=4.ckpt"
     assert (durable / newest.name).exists()
     expected = (saved[0], str(newest), [newest.name])
+
+    run = spawn(load_copied, 2, args=(str(fast), None)).check()
+    for kind, message, _ in run.results.values():
+        assert kind == "CheckpointMismatch"
+        assert "is not there for rank 1" in message
 
     shutil.rmtree(durable)  # then rank 0 copies it for the other node
     run = spawn(load_copied, 2, args=arguments).check()

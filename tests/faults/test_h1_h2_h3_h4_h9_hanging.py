@@ -97,6 +97,7 @@ def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, ende
     # Also of rank 0, which serves the store: its peer has its last beat from the memory of its process.
     assert f"last seen in {verdict['operation']!r} at {verdict['location']}" in verdict["lines"][0]
     assert verdict["location"].startswith(jobs.__file__)
+    assert verdict["last_seen_s"] > 0
     assert verdict["phase"] in ("setup", "step")  # as of that beat
     assert result.exit_codes == {rank: -signal.SIGKILL, 1 - rank: int(ExitCode.HANG)}
     assert seconds < DEADLINE_S + 6
@@ -170,7 +171,7 @@ def test_a_killed_rank_is_lost_within_seconds(name: str, ended: Runs, capsys: py
     assert seconds < 6
     require_lost(jobs.verdict_in(folder), 1)
     assert main(["report", str(folder)]) == 0
-    assert "RANK 1 IS GONE (host" in capsys.readouterr().out
+    assert re.search(r"RANK 1 IS GONE \(host .*\), last seen .*, \d\.\d s before\n", capsys.readouterr().out)
 
 
 def require_lost(verdict: dict[str, Any], rank: int) -> None:

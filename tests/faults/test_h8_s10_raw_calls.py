@@ -199,7 +199,7 @@ PLACES = ("batch_start", "before_backward", "after_backward", "batch_end")
 DRAWN = (*PLANNED, "order", "only", "count", "shape", "dtype", "lonely", "uneven", "arguments", "worker", "cycle")
 BLAMES = (
     "Rank {} (host", "the process of rank {} (host", "connection to rank {}", "(wrong: rank {})",
-    "number of batches differs on rank {}.",
+    "number of training batches differs on rank {}.",
 )  # fmt: skip
 
 

@@ -72,7 +72,8 @@ BEAT = {"beat": 10**9, "mark": MARK, "place": ESCAPES, "pace": "forged", "moves"
 VERDICT = {"incident": "hang-forged-1", "kind": "hang", "culprits": [1], "waiting": [0], "phase": "step",
            "operation": "forged", "location": ESCAPES, "global_step": 1, "elapsed_s": 9.0, "cause": ESCAPES,
            "remedy": ESCAPES}
-END = {"rank": 1, "place": "end", "points": 10**6, "gates": 10**6, "point": {"operation": "the end of its run"}}
+END = {"rank": 1, "sequence": "end", "begun": {"end": 1, "points": 10**6, "gates": 10**6}, "ranks": [],
+       "point": {"operation": "the end of its run"}}
 BOOT = open("/proc/sys/kernel/random/boot_id").read().strip()
 GONE = {"host": "forged", "pid": 2**22 - 1, "started": 1, "boot": BOOT, "address": "127.0.0.1"}
 
@@ -95,7 +96,8 @@ def forge(link, keys):
             value = json.dumps(value).encode()
             link.sendall(b"\1" + text(prefix + key) + text(random.choice([value, value, b"\0" * 16 + value, *copies])))
         for key in keys:
-            if key.startswith(prefix + b"gate/") or key.endswith((b"/arrived", b"/left", b"heard-by")):
+            of_all = (prefix + b"gate/", prefix + b"barrier/", prefix + b"points/")
+            if key.startswith(of_all) or key.endswith((b"/arrived", b"/left", b"heard-by")):
                 link.sendall(b"\x09" + text(key) + text(b"1,forged,\xff"))
     for key in keys:
         if key.endswith((b"distplus/run-id", b"distplus/card", b"/attempt", b"/knock/1", b"/answer/1")):

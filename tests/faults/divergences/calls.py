@@ -97,19 +97,19 @@ def _exchanges(run: Run, usual: Callable[[], object], odd: Callable[[], object])
     run.callbacks.append(_Exchange(run, usual, odd))
 
 
-@diverges("D15", "collective", number=37)
+@diverges("D15", "arguments", number=37)
 def operation_differs(run: Run) -> None:
     ones = torch.ones(4)
     _exchanges(run, lambda: dist.all_reduce(ones), lambda: dist.all_reduce(ones, dist.ReduceOp.MAX))
 
 
-@diverges("D15", "collective")
+@diverges("D15", "arguments")
 def root_differs(run: Run) -> None:
     ones, other = torch.ones(4), (run.guilty + 1) % run.size
     _exchanges(run, lambda: dist.broadcast(ones, src=run.guilty), lambda: dist.broadcast(ones, src=other))
 
 
-@diverges("D15", "collective", number=9)
+@diverges("D15", "structure", number=9)
 def shape_differs(run: Run) -> None:
     _exchanges(run, lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(2)))
 
@@ -119,12 +119,12 @@ def call_differs(run: Run) -> None:
     _exchanges(run, lambda: dist.all_reduce(torch.ones(4)), lambda: dist.barrier())
 
 
-@diverges("D15", "collective", number=33)
+@diverges("D15", "collective", number=33, blame="guilty")
 def call_is_made_alone(run: Run) -> None:
     _exchanges(run, lambda: None, lambda: dist.all_reduce(torch.ones(4)))
 
 
-@diverges("D15", "collective", number=21)
+@diverges("D15", "collective", number=21, blame="guilty")
 def barrier_is_called_alone(run: Run) -> None:
     _exchanges(run, lambda: None, lambda: dist.barrier())
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import Manifest, gather_alone
-from lightning_distplus.checkpoint.commit import StagedSave
+from lightning_distplus.checkpoint import Manifest
+from lightning_distplus.checkpoint.commit import StagedSave, gather_alone
 from lightning_distplus.checkpoint.files import DigestedWrites
 
 DEADLINE_S = 20.0

@@ -1,3 +1,5 @@
+"""Which checkpoint is the newest, and whole; what is removed and linked; what ranks read, and a job has saved."""
+
 from __future__ import annotations
 
 import json
@@ -15,9 +17,11 @@ import pytest
 
 from lightning_distplus.checkpoint import (
     CheckpointState,
-    gather_alone,
+    Manifest,
+    catalog,
+    files,
     info_like,
-    is_committed,
+    is_last_valid,
     newest_valid,
     read_manifest,
     remove,
@@ -25,9 +29,19 @@ from lightning_distplus.checkpoint import (
     verify,
     verify_or_raise,
 )
-from lightning_distplus.checkpoint.catalog import committed_in, reference
+from lightning_distplus.checkpoint.catalog import (
+    JobSaves,
+    committed_in,
+    findings_in_share,
+    link,
+    look,
+    num_fits,
+)
 from lightning_distplus.checkpoint.commit import commit
+from lightning_distplus.checkpoint.files import in_role
 from lightning_distplus.errors import CheckpointCorrupt
+from lightning_distplus.events import EventLog
+from lightning_distplus.process import start_time
 
 KINDS = ["file", "directory"]
 
@@ -160,7 +174,7 @@ def test_newest_is_by_step_then_commit_time_and_never_by_name_or_file_time(tmp_p
 def save_line(save: Any, folder: Path, *names_and_steps: tuple[str, int], after: Path | None = None) -> Path:
     """Saves checkpoints of which each names the one before it."""
     for name, step in names_and_steps:
-        parent = None if after is None else reference(after)
+        parent = None if after is None else look(after).reference
         save(folder / name, step=step, parent=parent)
         after = folder / name
     assert after is not None
@@ -201,10 +215,10 @@ def test_no_checkpoint_is_older_than_what_it_follows_nor_newer_than_what_it_is_a
 ) -> None:
     save(tmp_path / "8.ckpt", step=8, not_before=time.time() + 3600)  # by a clock that was an hour ahead
     first = read_manifest(tmp_path / "8.ckpt").committed_at
-    save(tmp_path / "10.ckpt", step=10, parent=reference(tmp_path / "8.ckpt"), not_before=first)
+    save(tmp_path / "10.ckpt", step=10, parent=look(tmp_path / "8.ckpt").reference, not_before=first)
     assert first < read_manifest(tmp_path / "10.ckpt").committed_at < first + 1
     info = info_like(tmp_path / "8.ckpt")
-    commit(tmp_path / "8-whole.ckpt", lambda path: path.touch(), rank=0, gather=gather_alone, info=info)
+    commit(tmp_path / "8-whole.ckpt", lambda path: path.touch(), info)
     assert newest_valid(tmp_path) == tmp_path / "10.ckpt"
     remove(tmp_path / "10.ckpt")
     assert newest_valid(tmp_path) == tmp_path / "8.ckpt"
@@ -231,7 +245,6 @@ def test_unmanifested_checkpoints_are_told_apart_and_never_returned(
     assert state(tmp_path / "legacy.ckpt") is CheckpointState.UNMANIFESTED
     assert state(tmp_path / "legacy-folder.ckpt") is CheckpointState.UNMANIFESTED
     assert state(tmp_path / "none.ckpt") is CheckpointState.MISSING
-    assert not is_committed(tmp_path / "legacy.ckpt")
     with pytest.raises(CheckpointCorrupt, match=r"is unmanifested .*not saved through a Resilient strategy"):
         verify_or_raise(tmp_path / "legacy.ckpt")
     with pytest.raises(CheckpointCorrupt, match="no readable manifest"):
@@ -373,3 +386,228 @@ def test_every_changed_field_of_a_manifest_is_refused(tmp_path: Path, save: Any,
                 verify_or_raise(path)
     file.write_bytes(original)
     assert verify(path).ok
+
+
+# -- removed and linked while others save, remove and link (row C5) ----------------------------------------------------
+
+
+def test_the_last_valid_one_is_told_from_one_among_several(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "a.ckpt", step=1)
+    assert is_last_valid(tmp_path / "a.ckpt")
+    save(tmp_path / "b.ckpt", step=2)
+    assert not is_last_valid(tmp_path / "a.ckpt")
+    os.truncate(tmp_path / "b.ckpt", 2)
+    assert is_last_valid(tmp_path / "a.ckpt")
+    assert not is_last_valid(tmp_path / "b.ckpt")
+    (tmp_path / "c.ckpt").symlink_to("a.ckpt")
+    assert is_last_valid(tmp_path / "a.ckpt")
+    assert not is_last_valid(tmp_path / "c.ckpt")
+    assert not is_last_valid(tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_save_is_kept_by_the_next_one_and_a_living_one_is_left_alone(
+    tmp_path: Path, save: Any, in_child: Any, kind: str
+) -> None:
+    path = tmp_path / "x.ckpt"
+    save(path, step=1, kind=kind)
+
+    def die(folder: Path) -> None:
+        (folder / "half").write_bytes(b"torn")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def child() -> None:
+        info = Manifest(global_step=2, epoch=0, strategy="x", packages={})
+        commit(path, lambda stage: die(stage.parent), info, sync=None)
+
+    assert in_child(child) == -signal.SIGKILL
+    (stage,) = (tmp_path / ".distplus").glob("*.stage-*")
+    living = stage.with_name("x.ckpt.stage-00000000")
+    (living / ".distplus").mkdir(parents=True)
+    owner = json.loads((stage / ".distplus" / "owner.json").read_bytes())
+    owner.update(pid=os.getpid(), started=start_time(os.getpid()))
+    (living / ".distplus" / "owner.json").write_text(json.dumps(owner))
+    save(path, step=3, kind=kind)
+    (kept,) = in_role(tmp_path, "torn")
+    assert (kept / "half").read_bytes() == b"torn"
+    assert not stage.exists()
+    assert living.exists()
+    assert newest_valid(tmp_path) == path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_checkpoint_that_is_overwritten_is_kept(tmp_path: Path, save: Any, kind: str) -> None:
+    path = tmp_path / "x.ckpt"
+    save(path, step=1, kind=kind)
+    os.truncate(data_file(path), 2)
+    save(path, step=2, kind=kind)
+    (kept,) = in_role(tmp_path, "torn")
+    damaged = data_file(kept / "x.ckpt")
+    assert damaged.stat().st_size == 2
+    assert [str(one) for one in verify(kept / "x.ckpt").findings] == [f"{damaged}: expected 7 bytes, found 2 bytes"]
+    assert newest_valid(tmp_path) == path
+    assert verify(path).ok
+    kept.rename(path.parent / ".distplus" / "x.ckpt.aside-00000000")  # as a save leaves it that is killed now
+    save(path, step=3, kind=kind)
+    assert [data_file(one / "x.ckpt").stat().st_size for one in in_role(tmp_path, "torn")] == [2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_link_is_swapped_in_one_step_and_never_points_to_nothing(
+    tmp_path: Path, save: Any, kind: str, in_child: Any, at_change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = tmp_path / "last.ckpt"
+    for step in (1, 2):
+        save(tmp_path / f"{step}.ckpt", step=step, kind=kind)
+    save(last, step=0, kind=kind)
+    link(tmp_path / "1.ckpt", last)
+    assert last.readlink() == Path("1.ckpt")
+    assert verify(last).ok
+    link(tmp_path / "3.ckpt", last)
+    assert last.readlink() == Path("1.ckpt")
+    assert "is not there" in caplog.text
+    for index in range(20):
+
+        def child(index: int = index) -> None:
+            at_change(index, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            link(tmp_path / "2.ckpt", last)
+
+        status = in_child(child)
+        assert verify(last).ok
+        if status == 0:
+            break
+    assert status == 0
+    assert index > 1
+    assert last.readlink() == Path("2.ckpt")
+    assert newest_valid(tmp_path) == tmp_path / "2.ckpt"
+
+
+# -- ranks that share the reading find together what one alone would find ----------------------------------------------
+
+
+BLOCK_BYTES = 1000
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (files, catalog):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("lightning_distplus.checkpoint.manifest.BLOCK_BYTES", BLOCK_BYTES)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("kind", "num_ranks"), [("file", 1), ("directory", 2), ("file", 3), ("directory", 50)])
+def test_every_byte_is_read_by_exactly_one_rank(
+    save: Callable[..., Any], tmp_path: Path, kind: str, num_ranks: int
+) -> None:
+    content = bytes(range(256)) * 40 + b"the end"  # ten blocks and a part of one
+    target = tmp_path / "a.ckpt"
+    manifest = save(target, 1, content, kind)
+    assert all(len(entry.blocks_64_mib) == 11 for entry in manifest.files)
+
+    def found() -> list[int]:
+        return [len(findings_in_share(target, manifest, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)]
+
+    assert sum(found()) == 0
+    damaged = target if kind == "file" else target / "model.bin"
+    for place in (0, BLOCK_BYTES - 1, BLOCK_BYTES, 5500, len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 4
+        damaged.write_bytes(changed)
+        assert sum(found()) == 1
+        assert not verify(target).ok
+    damaged.unlink()
+    assert sum(found()) == 11
+    assert findings_in_share(target, manifest, rank=0, num_ranks=1)[0].found == "no file"
+
+
+def test_a_rank_reads_the_shard_that_has_its_number(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        for rank in range(12):
+            (folder / f"__{rank}_0.distcp").write_bytes(bytes(1000 + rank))
+        (folder / ".metadata").write_bytes(bytes(90))
+
+    target = tmp_path / "a.ckpt"
+    info = Manifest(global_step=1, epoch=0, strategy="resilient_fsdp")
+    manifest = commit(target, write, info, sync=None)
+    assert manifest is not None
+    for path in target.glob("__*"):
+        path.unlink()
+    for rank in range(12):
+        (finding,) = findings_in_share(target, manifest, rank=rank, num_ranks=12)
+        assert finding.file == str(target / f"__{rank}_0.distcp")
+
+
+# -- what a job has saved, told by the ledger --------------------------------------------------------------------------
+
+
+def saved(save: Any, path: Path, step: int) -> Path:
+    save(path, step)
+    return path
+
+
+def attempt(home: Path, number: int, *fits: list[Path], run_id: str = "job", rank: int = 0) -> None:
+    """What the process of a rank writes: the begin of each fit, and the checkpoints that it has saved."""
+    with EventLog(home, rank, attempt=number, run_id=run_id) as events:
+        events.write("start", function="validate")
+        for paths in fits:
+            events.write("start", function="fit")
+            for path in paths:
+                events.write("saved", path=str(path), global_step=1)
+
+
+def newest(home: Path, number: int | None = None) -> Path | None:
+    return JobSaves.of_fit(home, "job", number).newest_valid()
+
+
+def test_the_newest_valid_checkpoint_of_the_job_is_found_in_all_its_folders(tmp_path: Path, save: Any) -> None:
+    first, second = saved(save, tmp_path / "a" / "1.ckpt", 1), saved(save, tmp_path / "b" / "2.ckpt", 2)
+    attempt(tmp_path, 0, [first, second])
+    assert newest(tmp_path) == second
+    second.write_bytes(b"torn")
+    assert newest(tmp_path) == first
+    first.write_bytes(b"torn")
+    with pytest.raises(CheckpointCorrupt, match=r"2 checkpoint\(s\) \(1.ckpt, 2.ckpt\).*none of them sound.*distplus"):
+        newest(tmp_path)
+    first.unlink()
+    second.unlink()
+    assert newest(tmp_path) is None
+
+
+def test_a_checkpoint_that_nobody_has_lived_to_note_counts(tmp_path: Path, save: Any) -> None:
+    attempt(tmp_path, 0, [saved(save, tmp_path / "1.ckpt", 1)])
+    unnoted = saved(save, tmp_path / "2.ckpt", 2)
+    assert newest(tmp_path) == unnoted
+
+
+def test_other_jobs_do_not_count(tmp_path: Path, save: Any) -> None:
+    older = saved(save, tmp_path / "9.ckpt", 9)
+    attempt(tmp_path, 0, [older], run_id="other")
+    assert newest(tmp_path) is None
+    time.sleep(0.01)
+    attempt(tmp_path, 0, [])
+    assert newest(tmp_path) is None
+    attempt(tmp_path, 0, [saved(save, tmp_path / "1.ckpt", 1)])
+    assert newest(tmp_path) == tmp_path / "1.ckpt"
+    assert JobSaves.of_fit(tmp_path, "job").passed_over(tmp_path) == [older]
+
+
+def test_each_fit_of_a_script_has_its_own_checkpoints(tmp_path: Path, save: Any) -> None:
+    one, two, three = (saved(save, tmp_path / f"{step}.ckpt", step) for step in (1, 2, 3))
+    attempt(tmp_path, 0, [one], [two])
+    attempt(tmp_path, 1, [], [three])
+    assert [newest(tmp_path, number) for number in (1, 2, 3)] == [one, three, None]
+    assert newest(tmp_path) == three
+    assert [num_fits(tmp_path, "job", number, 0) for number in (0, 1, 2)] == [2, 2, 0]
+    assert num_fits(tmp_path, "job", 0, rank=1) == 0
+
+
+def test_a_run_that_was_stopped_before_a_save_and_a_remote_save_name_no_checkpoint_here(
+    tmp_path: Path, save: Any
+) -> None:
+    with EventLog(tmp_path, 0, run_id="job") as events:
+        events.write("start", function="fit")
+        events.write("preempted", path=None)
+        events.write("saved", path="s3://bucket/1.ckpt")
+    assert JobSaves.of_fit(tmp_path, "job").paths == ()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import Manifest, gather_alone, newest_valid, read_manifest, verify
+from lightning_distplus.checkpoint import Manifest, newest_valid, read_manifest, verify
 from lightning_distplus.checkpoint.catalog import whole_one_of
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.checkpoint.files import leftovers_of
@@ -46,7 +46,7 @@ def shard_writer(rank: int) -> Callable[[Path], None]:
 def test_directory_written_by_all_ranks_is_committed_once(tmp_path: Path, as_ranks: Any, world_size: int) -> None:
     target = tmp_path / "new" / "step=5.ckpt"
     ranks = as_ranks(
-        world_size, lambda rank, gather: commit(target, shard_writer(rank), rank=rank, gather=gather, info=INFO)
+        world_size, lambda rank, gather: commit(target, shard_writer(rank), INFO, rank=rank, gather=gather)
     )
     assert not ranks.errors
     manifest = ranks.results.pop(0)
@@ -66,7 +66,7 @@ def test_file_that_only_rank_0_writes_is_committed(tmp_path: Path, as_ranks: Any
 
     def save(rank: int, gather: Any) -> object:
         write = (lambda path: path.write_bytes(b"all")) if rank == 0 else (lambda path: None)
-        return commit(target, write, rank=rank, gather=gather, info=INFO)
+        return commit(target, write, INFO, rank=rank, gather=gather)
 
     ranks = as_ranks(3, save)
     assert not ranks.errors
@@ -102,7 +102,7 @@ def test_failing_rank_is_named_on_all_ranks_and_the_previous_checkpoint_stays(
             if rank == guilty:
                 raise OSError(28, "No space left on device")
 
-        return commit(target, write, rank=rank, gather=gather, info=INFO)
+        return commit(target, write, INFO, rank=rank, gather=gather)
 
     ranks = as_ranks(3, failing_save)
     assert not ranks.results
@@ -125,7 +125,7 @@ def test_first_of_several_failing_ranks_is_named(tmp_path: Path, as_ranks: Any) 
             time.sleep(0.2 * (rank != 1))
             raise ValueError(f"told by rank {rank}")
 
-        return commit(tmp_path / "x.ckpt", write, rank=rank, gather=gather, info=INFO)
+        return commit(tmp_path / "x.ckpt", write, INFO, rank=rank, gather=gather)
 
     ranks = as_ranks(2, save)
     assert "rank 1 failed first, in phase 'write', with ValueError: told by rank 1" in str(ranks.errors[0])
@@ -135,7 +135,7 @@ def test_first_of_several_failing_ranks_is_named(tmp_path: Path, as_ranks: Any) 
 
 def test_save_that_leaves_no_file_is_a_failure(tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="left no file"):
-        commit(tmp_path / "x.ckpt", lambda path: None, rank=0, gather=gather_alone, info=INFO)
+        commit(tmp_path / "x.ckpt", lambda path: None, INFO)
     assert newest_valid(tmp_path) is None
 
 
@@ -150,7 +150,7 @@ def test_files_that_rank_0_cannot_see_are_refused(tmp_path: Path, as_ranks: Any)
                 late.touch()
             return values
 
-        return commit(tmp_path / "x.ckpt", shard_writer(rank), rank=rank, gather=gather_and_write, info=INFO)
+        return commit(tmp_path / "x.ckpt", shard_writer(rank), INFO, rank=rank, gather=gather_and_write)
 
     ranks = as_ranks(2, save)
     assert late.exists()
@@ -167,7 +167,7 @@ def test_file_that_still_grows_is_refused(tmp_path: Path) -> None:
         return [value]
 
     with pytest.raises(SaveFailed, match="had 4 bytes when the save ended on all ranks and has 8 bytes now"):
-        commit(tmp_path / "x.ckpt", lambda path: path.write_bytes(b"part"), rank=0, gather=grow, info=INFO)
+        commit(tmp_path / "x.ckpt", lambda path: path.write_bytes(b"part"), INFO, gather=grow)
     assert newest_valid(tmp_path) is None
 
 
@@ -180,7 +180,7 @@ def test_lost_peer_ends_the_commit_without_a_checkpoint(tmp_path: Path, save: An
         return [value]
 
     with pytest.raises(PeerMissing):
-        commit(tmp_path / "x.ckpt", lambda path: path.write_bytes(b"new"), rank=0, gather=lonely, info=INFO)
+        commit(tmp_path / "x.ckpt", lambda path: path.write_bytes(b"new"), INFO, gather=lonely)
     assert (tmp_path / "x.ckpt").read_bytes() == b"old"
     assert newest_valid(tmp_path) == tmp_path / "x.ckpt"
     assert names_in(tmp_path / ".distplus") == {"x.ckpt"}
@@ -192,7 +192,7 @@ def test_interrupt_during_the_save_stays_an_interrupt_and_reaches_the_others(tmp
             if rank == 1:
                 raise KeyboardInterrupt
 
-        return commit(tmp_path / "x.ckpt", write, rank=rank, gather=gather, info=INFO)
+        return commit(tmp_path / "x.ckpt", write, INFO, rank=rank, gather=gather)
 
     ranks = as_ranks(2, save)
     assert isinstance(ranks.errors[1], KeyboardInterrupt)
@@ -229,7 +229,7 @@ def test_any_existing_target_is_replaced(tmp_path: Path, save: Any, content_of: 
 def test_target_folder_that_is_a_file_fails_on_all_ranks(tmp_path: Path, as_ranks: Any) -> None:
     (tmp_path / "folder").write_bytes(b"")
     target = tmp_path / "folder" / "x.ckpt"
-    ranks = as_ranks(2, lambda rank, gather: commit(target, shard_writer(rank), rank=rank, gather=gather, info=INFO))
+    ranks = as_ranks(2, lambda rank, gather: commit(target, shard_writer(rank), INFO, rank=rank, gather=gather))
     assert [type(error) for error in ranks.errors.values()] == [SaveFailed, SaveFailed]
     assert "in phase 'begin', with NotADirectoryError" in str(ranks.errors[1])
 
@@ -249,7 +249,7 @@ def test_full_disk_fails_on_all_ranks_and_leaves_the_old_one(
             (path / "large.bin").write_bytes(bytes(40_000))
 
         def failing_save(rank: int, gather: Any) -> object:
-            return commit(target, write if rank == 0 else shard_writer(rank), rank=rank, gather=gather, info=INFO)
+            return commit(target, write if rank == 0 else shard_writer(rank), INFO, rank=rank, gather=gather)
 
         ranks = as_ranks(2, failing_save)
         assert [type(ranks.errors[rank]) for rank in range(2)] == [SaveFailed, SaveFailed]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,8 +15,9 @@ import pytest
 
 from lightning_distplus import newest_valid, verify
 from lightning_distplus.checkpoint import remove
-from lightning_distplus.checkpoint.catalog import reference
+from lightning_distplus.checkpoint.catalog import look
 from lightning_distplus.checkpoint.copies import Copier, Copies
+from lightning_distplus.checkpoint.files import bytes_digest
 
 KINDS = ["file", "directory"]
 
@@ -76,12 +78,25 @@ def test_a_run_that_went_back_keeps_the_copies_of_its_own_line(
     copies, parent = Copies(url, kept=2), None
     for name, step in (("8", 8), ("20", 20), ("22", 22), ("10", 10), ("12", 12)):
         if name == "10":
-            parent = reference(tmp_path / "8")
+            parent = look(tmp_path / "8").reference
         save(tmp_path / name, step, parent=parent)
-        parent = reference(tmp_path / name)
+        parent = look(tmp_path / name).reference
         copies.put(tmp_path / name)
     assert [copy.name for copy, *_ in copies._committed()] == ["12", "10"]
     assert copies.fetch_newest(tmp_path / "other") == tmp_path / "other" / "12"
+
+
+def test_what_a_later_release_has_written_is_fetched_as_it_is(save: Callable[..., Any], tmp_path: Path) -> None:
+    copies, path = Copies(f"file://{tmp_path}/durable"), tmp_path / "fast" / "1.ckpt"
+    save(path, 1)
+    meta = path.parent / ".distplus" / path.name
+    manifest = json.dumps({**json.loads((meta / "manifest.json").read_bytes()), "from_the_future": 1}).encode()
+    (meta / "manifest.json").write_bytes(manifest)
+    (meta / "commit").write_text(json.dumps({"version": 1, "manifest_xxh3_128": bytes_digest(manifest)}))
+    copies.put(path)
+    found = copies.fetch_newest(tmp_path / "other")
+    assert found is not None
+    assert look(found).manifest_xxh3_128 == look(path).manifest_xxh3_128
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -67,6 +67,19 @@ def test_what_would_fail_after_the_queue_is_an_error_with_its_reason(
         assert rehearse(capsys, BIG, *options, "--off", check, "--off", "batch")[0] == 0
 
 
+@pytest.mark.parametrize(("batches", "steps"), [("1.0", 2), ("0.25", 1), ("17", 2), ("3", 1)])
+def test_an_epoch_has_the_steps_that_lightning_makes_of_it(
+    batches: str, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 batches; the last ones are a step as well, where they are fewer than are accumulated."""
+    model = ["--model", "lightning.pytorch.demos.boring_classes.BoringModel", "--json", "--warn", "checkpoint"]
+    limits = ["--trainer.accumulate_grad_batches=16", "--trainer.max_epochs=3", "--trainer.devices=2"]
+    assert main([*model, *limits, f"--trainer.limit_train_batches={batches}"]) == 0
+    printed = capsys.readouterr().out
+    told = json.loads(printed[printed.index("{\n") :])
+    assert (told["batch"]["steps_per_epoch"], told["batch"]["steps"]) == (steps, 3 * steps)
+
+
 def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 

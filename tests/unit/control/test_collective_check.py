@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, StepGate
-from lightning_distplus.control.collective_check import Place, Whereabouts, disagreement, sides
+from lightning_distplus.control.collective_check import BACKWARDS, END, GATES, POINTS, Whereabouts, disagreement, sides
 from lightning_distplus.errors import DivergenceError, PeerFailed, PeerMissing
 
 BARRIER = Point(operation="barrier", name="x")
@@ -106,6 +106,65 @@ def test_another_point_at_the_same_number_is_an_error_on_all_ranks_with_both_sid
         }
 
 
+def test_the_points_of_groups_are_counted_apart_and_compared_by_their_ranks(make_job: Any, later: timedelta) -> None:
+    """Ranks 0-1 and 2-3 go at their own pace, and differ in one group only."""
+
+    def go(points: Points, plane: ControlPlane) -> None:
+        rank = plane.world.rank
+        group = (0, 1) if rank < 2 else (2, 3)
+        for number in range(5 + rank // 2):
+            points.meet(Point(operation="all_reduce", name=str(number)), group)
+        points.meet(BARRIER)
+        points.meet(GATHER if rank == 3 else BARRIER, group)
+
+    job = make_job(4)
+    errors = job(go)
+    assert [type(error) for error in errors[2:]] == [DivergenceError] * 2
+    for error in errors[2:]:
+        assert (error.ranks, error.field) == ([2, 3], "collective")
+        assert "at a call of ranks 2-3" in str(error)
+        assert error.values == {2: "in barrier 'x' at user.py:2", 3: "in all_gather of float32[2] at user.py:3"}
+    assert job.num_keys() < 20
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_are_found(make_job: Any, later: timedelta) -> None:
+    """Rank 0 waits in a group without rank 2, which is at the gate."""
+
+    def cross(points: Points, plane: ControlPlane) -> None:
+        gate = Gate(points, plane, later)
+        if plane.world.rank < 2:
+            points.meet(BARRIER, (0, 1) if plane.world.rank == 0 else (0, 1, 2))
+        gate.exchange(record(), later)
+
+    for error in make_job(3)(cross):
+        assert (type(error), error.ranks) == (DivergenceError, [0, 1])
+        assert error.values.keys() >= {0, 1}
+
+
+def test_a_word_of_a_call_among_others_is_not_taken_for_where_a_rank_stands_now(make_job: Any) -> None:
+    """Ranks 2-3 have said where they wait for each other; rank 2 comes late to the call in which rank 3 differs."""
+
+    def differ(points: Points, plane: ControlPlane) -> None:
+        if plane.world.rank >= 2:
+            time.sleep(0.2 * (plane.world.rank - 2))
+            points.meet(Point(operation="all_reduce"), (2, 3))
+        time.sleep(0.4 * (plane.world.rank == 2))
+        points.meet(GATHER if plane.world.rank == 3 else BARRIER)
+
+    for error in make_job(4)(differ):
+        assert (type(error), error.ranks) == (DivergenceError, [3])
+        assert error.values[2] == "in barrier 'x' at user.py:2"
+
+
+def test_a_rank_that_does_not_come_to_a_call_of_its_group_is_named_and_nobody_else(make_job: Any) -> None:
+    def come_late(points: Points, plane: ControlPlane) -> None:
+        if plane.world.rank == 1:
+            points.meet(BARRIER, (1, 3))
+
+    _, alone, _, _ = make_job(4, patience_s=1.2)(come_late)
+    assert (type(alone), alone.ranks) == (PeerMissing, [3])
+
+
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_a_rank_at_a_point_while_the_others_wait_at_the_gate_is_named_on_all(
     guilty: int, make_job: Any, later: timedelta
@@ -183,7 +242,7 @@ def test_a_contradiction_that_dissolves_within_a_moment_raises_no_alarm(make_job
             time.sleep(0.01)
         points.leave_gate()
         points.meet(BARRIER)
-        points._gates -= 1
+        points._begun[GATES] -= 1
         gate.exchange(record(), later)
         return "passed"
 
@@ -193,6 +252,9 @@ def test_a_contradiction_that_dissolves_within_a_moment_raises_no_alarm(make_job
 def test_a_rank_that_has_failed_takes_part_no_more_and_the_others_hear_of_it(make_job: Any, later: timedelta) -> None:
     def fail(points: Points, plane: ControlPlane) -> bool | None:
         if plane.world.rank == 0:
+            assert points.are_due
+            with points.covering():
+                assert not points.are_due, "what a compared call takes inside is not compared"
             assert points.are_due
             plane.report_failure(ValueError("mine"))
             return points.are_due
@@ -205,22 +267,35 @@ def test_a_rank_that_has_failed_takes_part_no_more_and_the_others_hear_of_it(mak
     assert "mine" in str(heard)
 
 
-def at(rank: int, place: Place, *, points: int = 0, gates: int = 0, point: Point = BARRIER) -> Whereabouts:
-    return Whereabouts(rank=rank, place=place, points=points, gates=gates, point=point)
+GROUP = "1-2"
+
+
+def at(rank: int, sequence: str, *, point: Point = BARRIER, ranks: tuple[int, ...] = (), **begun: int) -> Whereabouts:
+    begun = {POINTS: 0, GATES: 0, **begun}
+    return Whereabouts(rank=rank, sequence=sequence, begun={sequence: 1, **begun}, point=point, ranks=ranks)
+
+
+def in_group(rank: int, number: int, **begun: int) -> Whereabouts:
+    return at(rank, GROUP, ranks=(1, 2), **{GROUP: number, **begun})
 
 
 @pytest.mark.parametrize(
     ("one", "other", "excluded"),
     [
-        (at(0, Place.POINT, points=3, gates=5), at(1, Place.GATE, points=2, gates=6), True),
-        (at(0, Place.POINT, points=3, gates=5), at(1, Place.GATE, points=2, gates=5), False),  # an old word of rank 1
-        (at(0, Place.POINT, points=3, gates=5), at(1, Place.GATE, points=3, gates=6), False),  # it has passed point 3
-        (at(0, Place.POINT, points=3), at(1, Place.POINT, points=2), False),  # rank 1 is on its way
-        (at(0, Place.POINT, points=3), at(1, Place.POINT, points=3), False),
-        (at(0, Place.GATE, gates=2), at(1, Place.GATE, gates=1), False),
-        (at(0, Place.GATE, gates=2), at(1, Place.END, gates=1), True),
-        (at(0, Place.GATE, gates=2), at(1, Place.END, gates=2), False),
-        (at(0, Place.END), at(1, Place.END), False),
+        (at(0, POINTS, points=3, gates=5), at(1, GATES, points=2, gates=6), True),
+        (at(0, POINTS, points=3, gates=5), at(1, GATES, points=2, gates=5), False),  # an old word of rank 1
+        (at(0, POINTS, points=3, gates=5), at(1, GATES, points=3, gates=6), False),  # it has passed point 3
+        (at(0, POINTS, points=3), at(1, POINTS, points=2), False),  # rank 1 is on its way
+        (at(0, POINTS, points=3), at(1, POINTS, points=3), False),
+        (at(0, GATES, gates=2), at(1, GATES, gates=1), False),
+        (at(0, GATES, gates=2), at(1, END, gates=1), True),
+        (at(0, GATES, gates=2), at(1, END, gates=2), False),
+        (at(0, END), at(1, END), False),
+        (at(0, POINTS, points=3), in_group(1, 2, points=2), False),  # it waits for rank 2, not for rank 0
+        (at(2, POINTS, points=3), in_group(1, 2, points=2), True),
+        (at(2, POINTS, points=3, **{GROUP: 2}), in_group(1, 2, points=2), False),  # rank 2 has been there
+        (in_group(1, 2, gates=1), at(2, GATES, gates=2, **{GROUP: 1}), True),
+        (in_group(1, 2), at(2, BACKWARDS, backwards=1), True),
     ],
 )
 def test_two_places_exclude_each_other_only_where_neither_can_go_on(
@@ -230,7 +305,8 @@ def test_two_places_exclude_each_other_only_where_neither_can_go_on(
 
 
 def test_whereabouts_travel_and_come_back() -> None:
-    one = Whereabouts(rank=3, place=Place.POINT, points=7, gates=2, point=GATHER, location="a.py:1")
+    begun = {POINTS: 7, GATES: 2}
+    one = Whereabouts(rank=3, sequence="1-3", begun=begun, point=GATHER, ranks=(1, 3), location="a.py:1")
     assert Whereabouts.from_plain(json.loads(json.dumps(asdict(one)))) == one
 
 
@@ -241,8 +317,8 @@ def test_ranks_that_stand_together_are_told_together() -> None:
 
 
 def test_ranks_that_have_not_come_are_told_too() -> None:
-    places = {0: at(0, Place.POINT, points=1), 2: at(2, Place.GATE, gates=1, point=Point(operation="the gate"))}
-    error = disagreement(places, 5)
+    places = {0: at(0, POINTS, points=1), 2: at(2, GATES, gates=1, point=Point(operation="the gate"))}
+    error = disagreement(places, range(5))
     assert error.ranks == [0]
     assert "rank 2 at the gate; ranks 1, 3-4 elsewhere (wrong: rank 0)" in str(error)
 
@@ -250,7 +326,7 @@ def test_ranks_that_have_not_come_are_told_too() -> None:
 def test_of_long_structures_the_first_difference_is_shown() -> None:
     long = ", ".join(f"'key{number}': float32[{number}]" for number in range(500))
     points = [Point(operation="all_gather", structure=text) for text in (long, long.replace("key300'", "other'"))]
-    error = disagreement({rank: at(rank, Place.POINT, points=1, point=points[rank]) for rank in range(2)}, 2)
+    error = disagreement({rank: at(rank, POINTS, points=1, point=points[rank]) for rank in range(2)}, range(2))
     assert error.field == "structure"
     assert "'key300': float32[300]" in error.values[0]
     assert "'other': float32[300]" in error.values[1]

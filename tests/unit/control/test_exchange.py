@@ -72,7 +72,7 @@ def _patient(plane: ControlPlane) -> Callable[..., None]:
 
     def poll(is_complete: Callable[[], bool], *_: Any, pause: Exchange, **__: Any) -> None:
         while not is_complete():
-            pause.rest(0.0, 600.0)
+            pause.rest(600.0)
 
     return poll
 

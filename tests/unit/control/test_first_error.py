@@ -8,15 +8,7 @@ from datetime import timedelta
 import pytest
 
 from lightning_distplus.errors import CheckpointCorrupt, DivergenceError, PeerFailed, PeerMissing
-
-
-def _becomes_true(condition, seconds: float = 5.0) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if condition():
-            return True
-        time.sleep(0.001)
-    return False
+from lightning_distplus.process import until
 
 
 @pytest.fixture
@@ -52,7 +44,7 @@ def test_an_error_wakes_the_ranks_that_wait_and_they_show_its_traceback(listenin
 def test_the_first_error_wins_and_reaches_all(listening) -> None:
     assert _fail(listening.planes[1], "first").message == "first"
     assert _fail(listening.planes[3], "second").message == "first"
-    assert _becomes_true(lambda: all(plane.first_error for plane in listening.planes))
+    assert until(lambda: all(plane.first_error for plane in listening.planes), 5.0)
     assert {plane.first_error.rank for plane in listening.planes} == {1}
     listening.planes[1].raise_if_peer_failed()  # its own
     with pytest.raises(PeerFailed, match="first"):
@@ -120,7 +112,7 @@ def test_who_starts_to_listen_late_hears_it_too(make_ranks) -> None:
     ranks.planes[1].listen()
     ranks.planes[1].report_failure(ValueError("early"))
     ranks.planes[2].listen()
-    assert _becomes_true(lambda: ranks.planes[2].first_error is not None)
+    assert until(lambda: ranks.planes[2].first_error is not None, 5.0)
 
 
 def test_a_rank_that_is_in_the_next_run_already_hears_it_too(make_ranks) -> None:
@@ -130,7 +122,7 @@ def test_a_rank_that_is_in_the_next_run_already_hears_it_too(make_ranks) -> None
     ranks.planes[2].stop_listening()
     ranks.planes[2].listen()
     ranks.planes[1].report_failure(ValueError("at the end of the first run"))
-    assert _becomes_true(lambda: ranks.planes[2].first_error is not None)
+    assert until(lambda: ranks.planes[2].first_error is not None, 5.0)
 
 
 def test_rank_0_hears_of_an_error_while_it_waits_for_the_end_of_the_run(listening, later) -> None:
@@ -158,7 +150,7 @@ def test_rank_0_takes_leave_last(make_ranks, later) -> None:
 def test_ranks_that_differ_are_told_to_all_with_field_and_values(listening) -> None:
     values = {0: 1.5, 1: (2,)}
     listening.planes[0].report_failure(DivergenceError("they differ", ranks=[1], field="shape", values=values))
-    assert _becomes_true(lambda: listening.planes[3].first_error is not None)
+    assert until(lambda: listening.planes[3].first_error is not None, 5.0)
     heard = listening.planes[3].first_error.as_heard()
     assert isinstance(heard, DivergenceError)
     assert (heard.ranks, heard.field, heard.values) == ([1], "shape", {0: 1.5, 1: "(2,)"})
@@ -167,7 +159,7 @@ def test_ranks_that_differ_are_told_to_all_with_field_and_values(listening) -> N
 
 def test_a_checkpoint_that_one_rank_refuses_is_refused_by_all(listening) -> None:
     listening.planes[1].report_failure(CheckpointCorrupt("step=10.ckpt/__0_0.distcp: another digest"))
-    assert _becomes_true(lambda: listening.planes[3].first_error is not None)
+    assert until(lambda: listening.planes[3].first_error is not None, 5.0)
     heard = listening.planes[3].first_error.as_heard()
     assert isinstance(heard, CheckpointCorrupt)
     assert "__0_0.distcp: another digest (Told by rank 1" in str(heard)
@@ -186,7 +178,7 @@ def test_a_stranger_rings_and_writes_an_error_and_only_a_rank_is_heard(make_rank
         assert [plane.first_error for plane in ranks.planes] == [None, None]
     assert ranks.planes[1].secret.num_ignored == 2
     _fail(ranks.planes[0], "a true one")
-    assert _becomes_true(lambda: ranks.planes[1].first_error is not None)
+    assert until(lambda: ranks.planes[1].first_error is not None, 5.0)
     assert ranks.planes[1].first_error.message == "a true one"
 
 

@@ -53,13 +53,12 @@ def test_what_a_checkpoint_cannot_hold_is_refused_with_its_place() -> None:
 def test_the_place_of_a_plain_loader_in_a_checkpoint_is_read() -> None:
     """Inside a pass, before a pass that goes on where the one before has left the data, and before a new one."""
     stream = {"workers": [{"data": {"done": 4}, "epoch": 1, "num_taken": 4, "is_ended": False}], "last_worker": 0}
-    saved = {"epoch": 3, "batch": 2, "number": 1, "stream": stream, "num_passes": 1, "is_seeded": True}
+    saved = {"epoch": 3, "batch": 2, "number": 1, "stream": stream, "num_passes": 1}
     inside = _Place.saved(saved, num_workers=0)
     assert inside.stream.opened() == stream
     assert (inside.epoch, inside.batch, inside.number, inside.num_passes) == (3, 2, 1, 1)
-    before = {**saved, "batch": 0, "number": 0, "num_passes": 2, "is_seeded": False}
+    before = {**saved, "batch": 0, "number": 0, "num_passes": 2}
     goes_on = _Place.saved(before, num_workers=0)
     assert [one.epoch < goes_on.num_passes for one in goes_on.stream.workers] == [True], "it reads its last batch again"
-    assert not goes_on.is_seeded
     anew = _Place.saved({**before, "stream": None}, num_workers=2)
     assert anew.stream == StreamState((WorkerState(epoch=2),) * 2)

@@ -55,12 +55,6 @@ def index_bytes(code: int = 8, item_bytes: int = 2) -> bytes:
     )
 
 
-def write(prefix: Path, documents: list[list[int]]) -> None:
-    with MegatronWriter(prefix) as writer:
-        for document in documents:
-            writer.add_document(document)
-
-
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
     (tmp_path / "corpus.bin").write_bytes(struct.pack(f"<{len(TOKENS)}H", *TOKENS))
@@ -76,19 +70,10 @@ def test_a_pair_written_byte_by_byte_is_read(prefix: Path) -> None:
     assert MegatronTokens(f"{prefix}.bin", seq_len=10).gather(np.array([0])).tolist() == [TOKENS]
 
 
-def test_writer_writes_the_same_bytes(prefix: Path, tmp_path: Path) -> None:
-    with MegatronWriter(tmp_path / "ours", np.uint16) as writer:
-        for document in DOCUMENTS:
-            writer.add_document(document)
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == prefix.with_suffix(suffix).read_bytes()
-
-
 @pytest.mark.parametrize(("dtype", "code"), [(np.uint8, 1), (np.int32, 4), (np.int64, 5), (np.uint16, 8)])
 def test_every_token_type_makes_the_round_trip(dtype: type, code: int, tmp_path: Path) -> None:
-    with MegatronWriter(tmp_path / "c", dtype) as writer:
-        for document in DOCUMENTS:
-            writer.add_document(np.array(document))
+    write_pair(tmp_path / "c", DOCUMENTS, dtype)
+    assert (tmp_path / "c.bin").read_bytes() == np.array(TOKENS, dtype).tobytes()
     assert (tmp_path / "c.idx").read_bytes() == index_bytes(code, np.dtype(dtype).itemsize)
     blocks = MegatronTokens(tmp_path / "c", seq_len=10).gather(np.array([0]))
     assert blocks.dtype == dtype
@@ -161,15 +146,15 @@ def test_token_beyond_the_stored_type_is_refused_and_leaves_nothing(
 ) -> None:
     message = rf"Document 1 has the token id {wrong}, and uint16 holds 0\.\.65535"
     with pytest.raises(ValueError, match=message):
-        write(tmp_path / "c", [[1, 2], tokens])
+        write_pair(tmp_path / "c", [[1, 2], tokens], np.uint16)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_empty_input_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the input is empty"):
-        write(tmp_path / "c", [])
+        write_pair(tmp_path / "c", [])
     with pytest.raises(ValueError, match="Document 0 is empty"):
-        write(tmp_path / "c", [[]])
+        write_pair(tmp_path / "c", [[]])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,8 +241,8 @@ def rows(source: TokenSource) -> list[list[int]]:
     return source.gather(np.arange(source.num_samples)).tolist()
 
 
-def write_pair(prefix: Path, documents: list[list[int]]) -> Path:
-    with MegatronWriter(prefix, np.int32) as writer:
+def write_pair(prefix: Path, documents: list[list[int]], dtype: type = np.int32) -> Path:
+    with MegatronWriter(prefix, dtype) as writer:
         for document in documents:
             writer.add_document(document)
     return prefix
@@ -348,12 +333,6 @@ def test_npy_says_its_own_type(tmp_path: Path) -> None:
     source = opened(tmp_path)
     assert (source.format, source.dtype, source.num_tokens) == ("npy", np.int64, 10)
     assert rows(source) == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
-
-
-def test_a_datatrove_file_is_raw(tmp_path: Path) -> None:
-    np.arange(12, dtype="<u2").tofile(tmp_path / "00000.ds")
-    source = opened(tmp_path / "00000.ds", seq_len=5, format="raw", dtype="uint16")
-    assert rows(source) == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10]]
 
 
 @pytest.mark.parametrize(

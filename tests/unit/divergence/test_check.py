@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from lightning_distplus import RankDivergenceMonitor
+from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Budget, GateMonitor
+from lightning_distplus.divergence.replicas import ReplicaCheck, Windows
 from lightning_distplus.divergence.settings import BatchCheck
 
 FIGURES = {"step": 0.020, "state": 0.001, "batch": 0.0001, "everything": 0.001}
@@ -38,6 +40,24 @@ def test_place_and_structure_are_said_in_each_step_and_samples_as_often_as_the_b
     said = [check.say(torch.ones(2), step) for step in range(8)]
     assert all(one["data_fingerprint"] and one["batch_structure"] for one in said)
     assert ["batch_content" in one for one in said] == [True, False, False, False] * 2
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_a_window_on_a_device_is_said_a_step_later_so_that_nothing_waits_for_it(is_on_device: bool) -> None:
+    check: Any = ReplicaCheck()
+    trainer, tensor = SimpleNamespace(global_step=0), torch.zeros(2)
+    check.run = SimpleNamespace(budget=Budget(None), trainer=trainer, gate=None)
+    check._windows, check._due_at, check._is_on_device = Windows([tensor], 1), 100, is_on_device
+    said, agreed_at = [], []
+    for step in range(4):
+        trainer.global_step = step
+        said.append(check.say(None, step).get("state_fingerprint"))
+        check.hear([GateRecord(global_step=step, micro_batch=0, epoch=0)] * 2)
+        agreed_at.append(check._agreed_at[0])
+        tensor += step == 1
+    assert said == ([None, said[1], said[1], said[3]] if is_on_device else [said[0], said[0], said[2], said[2]])
+    assert len({one for one in said if one}) == 2
+    assert agreed_at == ([0, 0, 1, 2] if is_on_device else [0, 1, 2, 3])
 
 
 def test_the_largest_cost_and_the_shortest_step_count() -> None:

@@ -27,14 +27,14 @@ from lightning_distplus.launch.supervisor import Culprit, History, RestartPolicy
 def test_who_ended_because_of_a_peer_is_not_to_blame(
     failures: dict[int, int], named: list[int], expected: tuple[int, int]
 ) -> None:
-    culprit = find_culprit(failures, named)
+    culprit = find_culprit(failures, History(culprits=named))
     assert (culprit.rank, culprit.exit_code) == expected
 
 
 def test_a_culprit_that_its_agent_terminated_on_the_way_out_has_the_code_of_its_error() -> None:
-    assert find_culprit({0: 171, 1: -15}, [1], {0: 171, 1: 1}).exit_code == 1
-    assert find_culprit({0: 171, 1: -9}, [1], {0: 171}).exit_code == 137
-    assert find_culprit({0: 171, 1: -15}, [], {1: 1}) == Culprit(rank=0, code=171)
+    assert find_culprit({0: 171, 1: -15}, History(culprits=[1], codes={0: 171, 1: 1})).exit_code == 1
+    assert find_culprit({0: 171, 1: -9}, History(culprits=[1], codes={0: 171})).exit_code == 137
+    assert find_culprit({0: 171, 1: -15}, History(codes={1: 1})) == Culprit(rank=0, code=171)
 
 
 def refuse(

@@ -9,10 +9,12 @@ from lightning_distplus.preflight import Facts, Finding, Status
 from lightning_distplus.preflight.agreement import compare, revision, state_of_process
 from lightning_distplus.preflight.host import DEFECTS
 
+NAMES = [f"rank {rank}" for rank in range(41)]
+
 
 def test_a_field_that_only_one_rank_has_is_unset_on_the_others() -> None:
     statements = [{"variables.NCCL_ALGO": "Ring"}, {}, {}]
-    (finding,) = compare(statements, "rank {}".format)
+    (finding,) = compare(statements, NAMES)
     assert (finding.check, finding.status) == ("variables", Status.ERROR)
     assert finding.subject == "NCCL_ALGO differs on rank 0."
     assert finding.detail == "rank 0: Ring; the other 2 ranks: unset"
@@ -28,12 +30,12 @@ def test_a_field_that_only_one_rank_has_is_unset_on_the_others() -> None:
     ],
 )
 def test_what_may_differ_is_a_warning(field: str, values: list[str], status: Status) -> None:
-    (finding,) = compare([{field: value} for value in values])
+    (finding,) = compare([{field: value} for value in values], NAMES)
     assert finding.status is status
 
 
 def test_a_check_is_left_out_or_made_a_warning_by_its_name() -> None:
-    (finding,) = compare([{"versions.torch": "1"}, {"versions.torch": "2"}])
+    (finding,) = compare([{"versions.torch": "1"}, {"versions.torch": "2"}], NAMES)
     told = [finding.under("warn"), finding.under("off"), finding.under(None)]
     assert [one and one.status for one in told] == [Status.WARNING, None, Status.ERROR]
     note = Finding.note("two interfaces").under("warn")
@@ -43,7 +45,7 @@ def test_a_check_is_left_out_or_made_a_warning_by_its_name() -> None:
 
 def test_many_odd_ranks_are_counted_and_long_values_are_cut() -> None:
     statements = [{"revision": "a" * 500 if rank % 2 else "b"} for rank in range(41)]
-    (finding,) = compare(statements)
+    (finding,) = compare(statements, NAMES)
     assert "and 12 more" in finding.detail
     assert len(finding.detail) < 2500
 

@@ -51,12 +51,12 @@ class Job:
             self.tell(at, "steps", attempt=attempt, **fields)
         return at
 
-    def hang(self, at: float, silence_s: float, step: int) -> None:
+    def hang(self, at: float, silence_s: float, step: int, phase: str = "step") -> None:
         """Rank 1 is found to hang."""
         ranks = [
             Evidence(
                 rank=rank, host="node0", pid=7, state="running", answers=True, waits=rank == 0, operation="forward",
-                phase="step", global_step=step, silence_s=silence_s, stack="<script>alert(1)</script>",
+                phase=phase, global_step=step, silence_s=silence_s, stack="<script>alert(1)</script>",
             )
             for rank in range(2)
         ]  # fmt: skip

@@ -123,6 +123,19 @@ def test_a_checkpoint_that_the_run_has_removed_is_rotated_and_not_missing(tmp_pa
     assert {one["step"]: one["state"] for one in told["checkpoints"]} == {1: "rotated", 2: "missing", 3: "missing"}
 
 
+@pytest.mark.parametrize(
+    ("phase", "then"), [("step", "starts at the beginning"), ("resume", "loads the same checkpoint")]
+)
+def test_a_run_that_has_committed_nothing_says_what_the_same_command_does(
+    phase: str, then: str, tmp_path: Path
+) -> None:
+    job = Job(tmp_path)
+    job.start(0)
+    job.hang(30, silence_s=5, step=0, phase=phase)
+    (told,) = describe_runs(read_ledgers(job.home))
+    assert f"the same command {then}" in told["todo"]
+
+
 def test_a_slow_part_of_one_rank_is_named_with_its_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(tmp_path, num_ranks=4)
     job.start(0)

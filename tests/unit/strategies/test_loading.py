@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_distplus import ResilientDDP
-from lightning_distplus.checkpoint import Manifest, gather_alone
+from lightning_distplus.checkpoint import Manifest, verify
 from lightning_distplus.checkpoint.commit import commit
+from lightning_distplus.checkpoint.copies import Copies
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.events import EventLog
 from lightning_distplus.strategies.loading import Search, choose_checkpoint, newest_checkpoint, settle_checkpoint_folder
@@ -28,7 +29,7 @@ def trainer(root: Path, *savers: ModelCheckpoint, **options: Any) -> Trainer:
 def save(path: Path, step: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     info = Manifest(global_step=step, epoch=0, strategy="test")
-    commit(path, lambda stage: stage.write_bytes(b"weights"), info=info, gather=gather_alone, rank=0)
+    commit(path, lambda stage: stage.write_bytes(b"weights"), info)
     return path
 
 
@@ -65,8 +66,8 @@ def test_auto_refuses_a_foreign_checkpoint_too(tmp_path: Path) -> None:
         newest_checkpoint(trainer(tmp_path))
 
 
-def resilient(root: Path, *savers: ModelCheckpoint, fn: TrainerFn = TrainerFn.FITTING) -> Trainer:
-    made = trainer(root, *savers, strategy=ResilientDDP())
+def resilient(root: Path, *savers: ModelCheckpoint, fn: TrainerFn = TrainerFn.FITTING, **options: Any) -> Trainer:
+    made = trainer(root, *savers, strategy=ResilientDDP(**options))
     made.state.fn = fn
     return made
 
@@ -92,6 +93,27 @@ def test_an_evaluation_without_any_checkpoint_is_refused(tmp_path: Path) -> None
 def test_other_strategies_are_left_alone(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints" / "a.ckpt", 2)
     assert choose_checkpoint(trainer(tmp_path), "auto") == "auto"
+
+
+def test_auto_takes_a_copy_where_the_folder_has_damaged_ones_only(tmp_path: Path) -> None:
+    url, folder = f"file://{tmp_path}/durable", tmp_path / "checkpoints"
+    plane: Any = SimpleNamespace(world=World(rank=0, size=1), gather_json=lambda name, mine, deadline: [mine])
+    newest = save(folder / "a.ckpt", 2)
+    for is_copied in (False, True):
+        if is_copied:
+            save(newest, 3)
+            Copies(url).put(newest)
+        newest.write_bytes(b"torn")
+        made = resilient(tmp_path, copy_to=url)
+        loads = made.strategy.loads
+        assert choose_checkpoint(made, "auto") is None
+        loads.begin(plane, Copies(url))
+        if is_copied:
+            assert loads.agree_on_resume(None) == str(newest)
+            assert verify(newest).ok
+        else:
+            with pytest.raises(CheckpointCorrupt, match=r"a\.ckpt.*--allow_fresh"):
+                loads.agree_on_resume(None)
 
 
 def test_a_rank_that_found_nothing_searches_with_the_others(tmp_path: Path) -> None:

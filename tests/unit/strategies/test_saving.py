@@ -15,10 +15,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus import ResilientDDP
-from lightning_distplus.checkpoint import Manifest, gather_alone
+from lightning_distplus.checkpoint import Manifest, read_manifest
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import SaveFailed
 from lightning_distplus.strategies.saving import BackgroundSave, SaveHooks, Staging
+from lightning_distplus.timeouts import Phase, Timeouts
 
 
 def staged(staging: Staging, *states: Any) -> list[Any]:
@@ -91,7 +92,7 @@ def test_a_tensor_in_memory_that_another_one_of_the_save_has_left_is_copied_anew
 
 def save(path: Path, step: int) -> None:
     info = Manifest(global_step=step, epoch=0, strategy="ResilientDDP", packages={})
-    commit(path, lambda stage: stage.write_text("weights"), rank=0, gather=gather_alone, info=info, sync=None)
+    commit(path, lambda stage: stage.write_text("weights"), info, sync=None)
 
 
 class Hooks(SaveHooks):
@@ -203,3 +204,56 @@ def test_a_last_checkpoint_whose_retry_succeeds_keeps_its_name(tmp_path: Path) -
         job.hooks.settle() if step == 3 else None
         assert job.saver.last_model_path == str(tmp_path / "last.ckpt")
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
+
+
+def test_the_last_valid_checkpoint_goes_when_another_one_is_committed(tmp_path: Path) -> None:
+    job, paths = Job(tmp_path, ()), [tmp_path / "1.ckpt", tmp_path / "2.ckpt"]
+    for path in paths:
+        job.hooks.save({"global_step": 1}, path, None)
+        job.hooks.settle()
+        job.hooks.remove(paths[0])
+        assert path.exists()
+    assert not paths[0].exists()
+
+
+def test_what_cannot_be_removed_ends_no_run_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, stuck, obstacle = Job(tmp_path, ()), tmp_path / "other" / "old.ckpt", tmp_path / "other" / ".distplus"
+    stuck.mkdir(parents=True)
+    obstacle.touch()  # in the place of the folder in which a checkpoint lies on its way out
+    job.hooks.remove(stuck)
+    assert stuck.exists()
+    assert f"{stuck} cannot be removed" in caplog.text
+    obstacle.unlink()
+    job.hooks.save({"global_step": 1}, tmp_path / "1.ckpt", None)
+    job.hooks.settle()
+    assert not stuck.exists()
+
+
+def test_a_run_awaits_no_save_of_one_that_has_failed_before_it(tmp_path: Path) -> None:
+    job = Job(tmp_path, failing_steps=(1,))
+    job.step(score=1)
+    job.hooks.end(has_failed=True)
+    assert not job.hooks.has_ended_behind
+    job.hooks.failing.begin(job.trainer)
+    job.hooks.settle()
+    assert job.strategy.num_failed_saves == 0
+
+
+@pytest.mark.parametrize(("validation", "after"), [("2h", Phase.VALIDATION), ("30m", Phase.CHECKPOINT)])
+def test_a_save_amid_a_phase_with_a_longer_deadline_gives_that_back(validation: str, after: Phase) -> None:
+    strategy, during = ResilientDDP(timeout=Timeouts(validation=validation, checkpoint="1h")), []
+    strategy.phases.enter(Phase.VALIDATION)
+    strategy.saves.announced(lambda: during.append(strategy.phases.current))()
+    assert (during, strategy.phases.current) == ([Phase.CHECKPOINT], after)
+
+
+@pytest.mark.parametrize("state", [{"at": 3}, {"at": float("nan")}, {"at": torch.ones(1)}, [3]])
+def test_a_manifest_holds_the_state_of_the_data_where_it_can(state: Any, tmp_path: Path) -> None:
+    job, data = Job(tmp_path, ()), SimpleNamespace()
+    job.strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(datamodule=data))
+    job.strategy.loads.parent = None
+    info = job.hooks._info({"SimpleNamespace": state})
+    commit(tmp_path / "a.ckpt", lambda stage: stage.write_text("weights"), info)
+    assert read_manifest(tmp_path / "a.ckpt").data == (state if state == {"at": 3} else None)

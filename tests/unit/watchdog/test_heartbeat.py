@@ -15,7 +15,7 @@ from lightning_distplus.control.plane import Peer
 from lightning_distplus.watchdog.evidence import Evidence, Witness
 from lightning_distplus.watchdog.heartbeat import Board, Sighting
 from lightning_distplus.watchdog.progress import Marks
-from lightning_distplus.watchdog.watchdog import Watchdog
+from lightning_distplus.watchdog.watchdog import Watchdog, WatchedRun
 from lightning_distplus.world import World
 from tests.processes import wait_until
 
@@ -102,7 +102,7 @@ class Grows(dict[int, Sighting]):
         return seen
 
 
-class NoLimits:
+class Endless(WatchedRun):
     deadline: timedelta | None = None
     last_deadline: timedelta | None = None
 
@@ -112,7 +112,7 @@ def test_a_peer_that_is_first_seen_during_a_stall_report_ends_no_watchdog(tmp_pa
     planes = [ControlPlane(PrefixStore("job", store), World(rank=rank, size=3)) for rank in range(3)]
     marks = [Marks(phase=lambda: "step") for _ in planes]
     dog = Watchdog(
-        planes[0], marks[0], NoLimits(), report_after=0.01, ends_run=False, folder=tmp_path, has_process=False
+        planes[0], marks[0], Endless(), report_after=0.01, ends_run=False, folder=tmp_path, has_process=False
     )
     for plane, mark in zip(planes[1:], marks[1:], strict=True):
         Board(plane, mark).turn()

@@ -79,14 +79,12 @@ def test_a_process_that_runs_survives_the_question() -> None:
 
 
 def test_an_answer_that_stops_between_two_pieces_is_read_to_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "stacks"
-    path.write_text("Stack (most recent call first):\n")
-    late = threading.Timer(
-        0.1, path.write_text, ('Stack (most recent call first):\n  File "train.py", line 3 in fit\n',)
-    )
-    late.start()
-    assert _read_new(path, 0).endswith("in fit\n")
-    late.join()
+    with (tmp_path / "stacks").open("xb", buffering=0) as written, (tmp_path / "stacks").open("rb") as read:
+        written.write(b"Stack (most recent call first):\n")
+        late = threading.Timer(0.1, written.write, (b'  File "train.py", line 3 in fit\n',))
+        late.start()
+        assert _read_new(read).endswith("in fit\n")
+        late.join()
 
 
 def hold_lock_beside_the_main_thread(begun: str) -> None:

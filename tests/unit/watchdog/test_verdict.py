@@ -16,14 +16,16 @@ from torch.distributed import HashStore
 from lightning_distplus.checkpoint.formats import refuse_foreign
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
+from lightning_distplus.control.plane import Peer
 from lightning_distplus.errors import CheckpointMismatch, PeerLost
+from lightning_distplus.process import running_time
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective
 from lightning_distplus.watchdog.heartbeat import Sighting
 from lightning_distplus.watchdog.progress import Mark, Marks
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, judge_failure, name_incident
-from lightning_distplus.watchdog.watchdog import Watchdog
+from lightning_distplus.watchdog.watchdog import Watchdog, WatchedRun
 from lightning_distplus.world import World
 
 
@@ -275,18 +277,6 @@ def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:
     verdict = judged(evidence(0, global_step=79, phase="step"), replace(gone, is_last_seen=True))
     assert (verdict.global_step, verdict.phase) == (79, "step")
     assert "last seen in 'x', 0.8 s before" in verdict.lines[0]
-    assert "in x" not in verdict.render().partition("\n")[0], "it has left that place"
-
-
-@pytest.mark.parametrize(("phase", "place"), [("setup", ""), ("step", " in x")])
-def test_the_headline_on_a_rank_that_is_gone_names_no_place_of_an_earlier_phase(phase: str, place: str) -> None:
-    world = World(rank=0, size=2, host="node0")
-    first = FirstError.of(PeerLost("gone", [1]), world, {"phase": "step", "global_step": 7, "operation": "gate"})
-    mark = Mark(number=1, operation="x", phase=phase, global_step=6, silence_s=0.5)
-    seen = Sighting(mark=mark, beat=3, changed_at=0.0)
-    verdict = judge_failure(first, world, "a", peers={}, last_seen=lambda rank: seen)
-    assert verdict is not None
-    assert verdict.render().startswith(f"RANK 1 IS GONE{place}\n")
 
 
 def failed(error: BaseException, *, ends_others: bool = True) -> Verdict | None:
@@ -318,14 +308,28 @@ def test_an_error_that_tells_more_than_its_line_is_answered(told: str, remedy: s
     assert remedy in verdict.remedy
 
 
-class NoLimits:
+def test_the_place_of_a_rank_that_is_gone_is_called_where_it_was_last_seen() -> None:
+    gone = evidence(1, state="gone", answers=False, operation="backward batch 4", location="a/train.py:41", beat_s=0.34)
+    verdict = judged(evidence(0), replace(gone, is_last_seen=True))
+    headline = "RANK 1 IS GONE (host node0, pid 101), last seen in backward, train.py:41, 0.3 s before"
+    assert verdict.render().splitlines()[0] == headline
+    world = World(rank=0, size=2)
+    mark = Mark(number=9, phase="step", operation="backward batch 4", global_step=7, silence_s=0.1)
+    seen = Sighting(mark=mark, beat=2, changed_at=running_time() - 0.34, place="a/train.py:41")
+    first = FirstError.of(PeerLost("rank 1 is gone", [1]), world, {"operation": "the gate", "location": "train.py:9"})
+    lost = judge_failure(first, world, "a", {1: Peer(host="node0", pid=101)}, lambda rank: seen)
+    assert lost is not None
+    assert lost.render().splitlines()[0] == headline
+
+
+class Endless(WatchedRun):
     deadline: timedelta | None = None
     last_deadline: timedelta | None = None
 
 
 def watchdog_of(rank: int, folder: Path) -> Watchdog:
     plane, marks = ControlPlane(HashStore(), World(rank=rank, size=2, host="node0")), Marks(phase=lambda: "step")
-    return Watchdog(plane, marks, NoLimits(), report_after=None, ends_run=False, folder=folder, has_process=False)
+    return Watchdog(plane, marks, Endless(), report_after=None, ends_run=False, folder=folder, has_process=False)
 
 
 def test_a_verdict_after_which_the_run_went_on_hides_no_later_one(tmp_path: Path) -> None:
@@ -339,6 +343,18 @@ def test_a_verdict_after_which_the_run_went_on_hides_no_later_one(tmp_path: Path
         assert found[0].kind == "exception"
     assert [one["kind"] for one in find_verdicts(tmp_path)] == ["hang", "exception"]
     assert [one["kind"] for one in find_verdicts(tmp_path, of_end=True)] == ["exception"]
+
+
+def test_a_verdict_for_which_no_file_can_be_made_is_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").touch()
+    telling = watchdog_of(0, tmp_path / "full" / "distplus")._telling
+    telling.tell(judged(evidence(0), evidence(1, waits=False)))
+    assert telling.show_block(waits=False)
+    text = capsys.readouterr().err
+    assert text.startswith("\nRANK 1 HANGS (host node0, pid 101)")
+    assert f"  file:  none; {tmp_path / 'full' / 'distplus'} takes no file" in text
 
 
 def test_only_a_verdict_of_this_host_and_attempt_is_that_of_another_rank_on_the_same_end(

@@ -623,7 +623,7 @@ _KINDS = {"DivergenceError": "divergence", "PeerLost": "peer_lost", "PeerMissing
 _NO_INCIDENT = ("KeyboardInterrupt", "SIGTERMException", "Preempted", "PreflightError", "RendezvousError")
 # Their last sentence says what to do, and no line of code is to blame.
 _TELLS_REMEDY = ("CheckpointCorrupt", "CheckpointMismatch", "CheckpointUnsafe", "DatasetMismatch")
-_SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z])")
+_SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z])|\n(?=[A-Z])")
 _CAUSE_CHARACTERS = 1000
 _REMEDY = re.compile(r"(?<=[.;:]) (?=[Ll]ook at |Nothing was exchanged)")
 _TEXT_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)

@@ -195,18 +195,19 @@ def name_incident(kind: str, run_id: str, at: float | None = None) -> str:
 
 
 def find_verdicts(
-    folder: Path, *, run_id: str | None = None, since: float = 0.0, of_end: bool = False
+    folder: Path, *, run_id: str | None = None, host: str = "*", since: float = 0.0, of_end: bool = False
 ) -> list[dict[str, Any]]:
     """Reads the verdicts of a folder, oldest first, each with its ``path``; of any version.
 
     Args:
         folder: Where the artefacts are.
         run_id: The run whose verdicts are wanted; None: those of all runs.
+        host: The host whose ranks have written them; by default all hosts.
         since: Unix time; older ones are left out.
         of_end: Whether those are left out after which the run went on: a difference that is a warning, a hang that is
             only reported. Of the others the first one tells the cause, and what came after it is its consequence.
     """
-    times = sorted((path.stat().st_mtime, path) for path in folder.glob("verdict-*.json"))
+    times = sorted((path.stat().st_mtime, path) for path in folder.glob(f"verdict-*-{host}.json"))
     found = [{**json.loads(path.read_text()), "path": path} for at, path in times if at >= since]
     found = [one for one in found if run_id in (None, one.get("run_id", ""))]
     return [one for one in found if one.get("ends_run", True)] if of_end else found
@@ -223,15 +224,15 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float, 
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
     events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
     path, auto_folder, step, at = "", None, 0, events[0]["time"] if events else time.time()
-    is_refused = phase == Phase.RESUME  # what was loaded last; the same command would be, once more
-    for event in events if not is_refused else ():
-        if event["kind"] in ("saved", "loaded"):
+    is_loading = phase == Phase.RESUME  # what it read may be what it refuses
+    for event in events:
+        if event["kind"] == "saved" or (event["kind"] == "loaded" and not is_loading):
             path, step, at = event["path"], event["global_step"] or 0, event["time"]
         elif event["kind"] == "start":
             auto_folder, at = event.get("auto_folder"), at if path else event["time"]
     lost = f"{max(global_step - step, 0)} steps, {duration_in_words(ended_at - at)} of work lost"
     if not path:
-        again = "loads the same checkpoint again" if is_refused else "starts at the beginning"
+        again = "loads the same checkpoint again" if is_loading else "starts at the beginning"
         return f"no checkpoint has been committed yet; the same command {again} ({lost})"
     ckpt_path = ckpt_path_for(path, auto_folder)
     how = f'the same command with fit(..., ckpt_path="{ckpt_path}")'

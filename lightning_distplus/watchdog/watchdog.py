@@ -592,8 +592,9 @@ class Telling:
 
     def _written(self, since: float) -> list[Path]:
         """The verdicts on the end of this run that ranks of this host have written since then, oldest first."""
-        told = find_verdicts(self._folder, run_id=self._plane.run_id, since=since, of_end=True)
-        return [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
+        run_id, host = self._plane.run_id, self._world.host
+        told = find_verdicts(self._folder, run_id=run_id, host=host, since=since, of_end=True)
+        return [one["path"] for one in told]
 
     def is_written(self, wait_s: float) -> bool:
         """Waits for a verdict of another rank of this host on the end of the run, for so long at most."""

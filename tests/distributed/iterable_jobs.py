@@ -1,4 +1,4 @@
-"""Iterable data sets in the styles in which people write them, and runs over them."""
+"""Iterable data sets in the styles in which people write them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_distplus.checkpoint import newest_valid
 from lightning_distplus.data import ResumableDataModule
-from lightning_distplus.testing import FaultCallback, weights_digest
-from tests.distributed.resume_jobs import Augmented, quiet_trainer
+from tests.distributed.resume_jobs import Augmented
 
 EPOCH = 1000  # sample number i of pass p is p * EPOCH + i
 
@@ -53,9 +50,10 @@ class Counting(IterableDataset):
         return torch.tensor([float(self.passes * EPOCH + number), torch.rand(()).item() + random.random()])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done, "passes": self.passes}
+        return {"done": self.done, "passes": self.passes, "reader": place()[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["reader"] == place()[0], "the state of another rank or worker"
         self.done, self.passes = state["done"], state["passes"]
 
 
@@ -82,7 +80,8 @@ class Resuming(Counting):
             yield self.sample(own[place_in_own])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.resume_at = self.done = state["done"]
+        super().load_state_dict(state)
+        self.resume_at = self.done
 
 
 class Endless(Counting):
@@ -138,57 +137,3 @@ def nodes_of_torchdata(kind: str) -> Any:
 
 def tensor_of(number: int) -> torch.Tensor:
     return torch.tensor([float(number), 0.0])
-
-
-class Steps(pl.LightningModule):
-    """Notes the numbers of each optimizer step; its dropout and the data's noise enter the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net: Any = None
-        self.steps: dict[int, list[int]] = {}
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            torch.manual_seed(0)
-            self.net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.steps.setdefault(self.trainer.global_step, []).extend(batch[:, 0].int().tolist())
-        return (self.net(batch[:, 1:]) - batch[:, :1] / EPOCH).pow(2).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class SaveOften(pl.Callback):
-    """Saves after every second optimizer step of two micro-batches."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx % 4 == 3:
-            trainer.save_checkpoint(f"{self.folder}/batch={trainer.fit_loop.total_batch_idx}.ckpt")
-
-
-def train_on_ranks(
-    strategy: Any, folder: str, resume_from: str | None, num_workers: int, settings: dict[str, Any]
-) -> tuple[dict[int, list[int]], str]:
-    """Trains 8 steps of 2 micro-batches; saves after every second step.
-
-    Returns:
-        This rank's numbers by step, and the digest of its weights.
-    """
-    world_size = settings.get("devices", 2)
-    trainer = quiet_trainer(
-        strategy=strategy() if callable(strategy) else strategy,
-        default_root_dir=folder,
-        callbacks=[SaveOften(folder), FaultCallback()],
-        **{"devices": world_size, "max_steps": 8, "accumulate_grad_batches": 2, **settings},
-    )
-    model = Steps()
-    data = ResumableDataModule(Counting(32), batch_size=2, seed=3, num_workers=num_workers)
-    path = str(newest_valid(folder)) if resume_from == "newest" else resume_from
-    trainer.fit(model, data, ckpt_path=path)
-    return model.steps, weights_digest(trainer.strategy.model)

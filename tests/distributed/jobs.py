@@ -49,6 +49,10 @@ class Model(pl.LightningModule):
 
             fully_shard(self.net, mesh=mesh["data_parallel"])
         torch.manual_seed(100 + self.trainer.global_rank)
+        self.grow()
+
+    def grow(self) -> None:
+        """Makes what a subclass has beside the two layers."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = self.net(batch).pow(2).mean()
@@ -166,10 +170,11 @@ def fit(
     return made
 
 
-def verdict_in(folder: Path) -> dict[str, Any]:
-    """The one verdict of a run in this folder."""
+def verdict_in(folder: Path, *expected: Any) -> dict[str, Any]:
+    """The one verdict of a run in this folder: what is expected of its kind, its culprits and the ranks that waited."""
     (path,) = (folder / "distplus").glob("verdict-*.json")
     verdict: dict[str, Any] = json.loads(path.read_text())
+    assert [verdict[name] for name in ("kind", "culprits", "waiting")[: len(expected)]] == [*expected], verdict
     return verdict
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,8 @@ class UncheckedDiary(Diary):
 def tampered(deed: str, folder: Path, **arguments: Any) -> Diary:
     data = Tampered(Augmented(40), batch_size=2, seed=3)
     data.deed = deed
-    model = UncheckedDiary()
-    trainer = quiet_trainer(max_steps=12, default_root_dir=folder, callbacks=[SampleAudit()], **arguments)
-    trainer.fit(model, data)
-    return model
+    settings = {"max_steps": 12, "default_root_dir": folder, "callbacks": [SampleAudit()], **arguments}
+    return fit(data, diary=UncheckedDiary, **settings)
 
 
 def test_records_are_what_the_model_saw(tmp_path: Path) -> None:
@@ -80,23 +79,34 @@ def test_records_are_what_the_model_saw(tmp_path: Path) -> None:
     assert file.has_ended
 
 
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize(
+    ("kind", "every", "workers"),
+    [
+        (Diary, 1, {}),
+        (Diary, 6, {"num_workers": 2, "persistent_workers": True}),
+        (Accumulates, 3, {}),
+        (TwoOptimizers, 3, {}),
+    ],
+)
 def test_resume_from_every_save_audits_clean_and_continues_the_sum(
-    workers: dict[str, Any], tmp_path: Path, reset_sigchld: None
+    kind: type[Diary], every: int, workers: dict[str, Any], tmp_path: Path, reset_sigchld: None
 ) -> None:
-    arguments = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 3}
+    arguments: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "diary": kind}
+    if kind is Diary:  # the others decide by themselves when to step
+        arguments["accumulate_grad_batches"] = 3
     saver = SaveAt("on_train_batch_end", tmp_path)
     fit(map_data(26), callbacks=[SampleAudit(str(tmp_path / "first")), saver], **arguments)
     assert audit_folder(tmp_path / "first").ok
     (first,) = (tmp_path / "first").glob("*.audit")
-    for path, _ in saver.saves[:: 6 if workers else 1]:
+    for path, _ in saver.saves[::every]:
         folder = tmp_path / path.stem
         folder.mkdir()
         (folder / first.name).write_bytes(first.read_bytes())
         fit(map_data(26, **workers), callbacks=[SampleAudit(str(folder))], ckpt_path=path, **arguments)
         report = audit_folder(folder)
         assert report.ok, (path, report)
-        assert (report.num_samples, report.num_steps, report.num_runs) == (48, 8, 2)
+        expected = {Diary: (48, 8), Accumulates: (52, 9), TwoOptimizers: (52, 26)}[kind]
+        assert (report.num_samples, report.num_steps, report.num_runs) == (*expected, 2)
 
 
 def test_a_planted_repeat_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,13 +181,10 @@ def test_another_sample_than_was_asked_for_is_named_where_the_batch_carries_ids(
     for wrong in (-1, 5):
         folder = tmp_path / str(wrong)
         saver = SaveAt("on_train_batch_end", folder)
-        callbacks = [SampleAudit(ids="id"), saver]
-        quiet_trainer(max_epochs=1, max_steps=5, default_root_dir=folder, callbacks=callbacks).fit(
-            ByName(), ResumableDataModule(Wrong(16, wrong), **arguments)
-        )
-        quiet_trainer(max_epochs=1, default_root_dir=folder, callbacks=[SampleAudit(ids="id")]).fit(
-            ByName(), ResumableDataModule(Wrong(16, wrong), **arguments), ckpt_path=saver.saves[-1][0]
-        )
+        run = partial(fit, diary=ByName, max_epochs=1, default_root_dir=folder)
+        data = [ResumableDataModule(Wrong(16, wrong), **arguments) for _ in range(2)]
+        run(data[0], max_steps=5, callbacks=[SampleAudit(ids="id"), saver])
+        run(data[1], callbacks=[SampleAudit(ids="id")], ckpt_path=saver.saves[-1][0])
         assert main(["audit", str(folder)]) == (wrong == 5)
         lines = capsys.readouterr().out.splitlines()
         assert lines[1:3] == ["repeated 0, missed 0", "ids: as the batches carried them into training_step"]
@@ -187,26 +194,9 @@ def test_another_sample_than_was_asked_for_is_named_where_the_batch_carries_ids(
 
 
 def test_a_batch_without_the_ids_that_were_named_is_refused(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=[SampleAudit(ids="number")])
+    settings = {"max_epochs": 1, "default_root_dir": tmp_path, "callbacks": [SampleAudit(ids="number")]}
     with pytest.raises(ValueError, match=r"ids='number'\): the batch carries no ids there, it is the keys"):
-        trainer.fit(ByName(), ResumableDataModule(Wrong(16, -1), batch_size=2))
-
-
-@pytest.mark.parametrize("kind", [Accumulates, TwoOptimizers])
-def test_manual_optimization_audits_clean_over_resumes(kind: type[Diary], tmp_path: Path) -> None:
-    saver = SaveAt("on_train_batch_end", tmp_path)
-    quiet_trainer(max_epochs=2, callbacks=[SampleAudit(str(tmp_path / "first")), saver]).fit(kind(), map_data(17))
-    assert audit_folder(tmp_path / "first").ok
-    (first,) = (tmp_path / "first").glob("*.audit")
-    for path, _ in saver.saves[::3]:
-        folder = tmp_path / path.stem
-        folder.mkdir()
-        (folder / first.name).write_bytes(first.read_bytes())
-        trainer = quiet_trainer(max_epochs=2, callbacks=[SampleAudit(str(folder))])
-        trainer.fit(kind(), map_data(17), ckpt_path=path)
-        report = audit_folder(folder)
-        assert report.ok, (path, report)
-        assert report.num_samples == 32
+        fit(ResumableDataModule(Wrong(16, -1), batch_size=2), diary=ByName, **settings)
 
 
 def test_checkpoint_of_steps_that_are_not_in_the_records_is_named(tmp_path: Path) -> None:
@@ -251,16 +241,16 @@ class DieAt(Callback):
 
 def audited_leg(rank: int, prefix: str, world_size: int, micro_batch: int, die_at: int, folder: str) -> None:
     data = token_data(sources=prefix, micro_batch_size=micro_batch)
-    fit_leg(UncheckedTokens(), data, world_size, 7, die_at, folder, max_steps=9, accumulate_grad_batches=2)
+    fit_leg(UncheckedTokens, data, world_size, 7, die_at, folder, max_steps=9, accumulate_grad_batches=2)
 
 
-def fit_leg(model: Diary, data: Any, world_size: int, save_at: int, die_at: int, folder: str, **arguments: Any) -> None:
+def fit_leg(kind: Any, data: Any, world_size: int, save_at: int, die_at: int, folder: str, **arguments: Any) -> None:
     """Goes on from what the leg before it has saved."""
     path = Path(folder) / "saved.ckpt"
     callbacks = [SampleAudit(), SaveAfter(save_at, str(path)), DieAt(die_at)]
     settings = {"devices": world_size, "default_root_dir": folder, "callbacks": callbacks, **arguments}
-    trainer = quiet_trainer(strategy=ResilientDDP(timeout="40s"), **settings)
-    trainer.fit(model, data, ckpt_path=path if path.exists() else None)
+    strategy = ResilientDDP(timeout="40s")
+    fit(data, diary=kind, ckpt_path=path if path.exists() else None, strategy=strategy, **settings)
 
 
 class UncheckedTokens(Diary):
@@ -288,7 +278,7 @@ def test_killed_run_that_goes_on_on_another_number_of_ranks_audits_clean(
 
 def plain_leg(rank: int, world_size: int, micro_batch: int, die_at: int, folder: str) -> None:
     loader = torch.utils.data.DataLoader(Augmented(50), batch_size=micro_batch, shuffle=True, num_workers=2)
-    fit_leg(UncheckedDiary(), loader, world_size, 4, die_at, folder, max_epochs=2)
+    fit_leg(UncheckedDiary, loader, world_size, 4, die_at, folder, max_epochs=2)
 
 
 def test_a_plain_loader_that_goes_on_on_another_number_of_ranks_audits_clean_and_one_that_begins_anew_does_not(

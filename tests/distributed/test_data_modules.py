@@ -123,12 +123,10 @@ PER_STEP = 4
 def run(folder: Path, weights: dict[str, float], max_steps: int, load: Any = None, **arguments: Any) -> Any:
     """Ids are the first token of each sample: source a holds 0.., b 10,000.., c 20,000.. in steps of 4."""
     sources = [Source(path=str(folder / name), weight=weight, name=name) for name, weight in weights.items()]
-    model = SampleDiary()
-    saver = SaveAt("on_train_batch_end", folder / str(max_steps))
-    audit = SampleAudit(str(folder / "audit"))
-    trainer = quiet_trainer(max_steps=max_steps, callbacks=[saver, *([audit] if arguments.pop("audits", True) else [])])
-    trainer.fit(model, token_data(sources=sources, micro_batch_size=PER_STEP, **arguments), ckpt_path=load)
-    return model
+    callbacks: list[Any] = [SaveAt("on_train_batch_end", folder / str(max_steps))]
+    callbacks += [SampleAudit(str(folder / "audit"))] if arguments.pop("audits", True) else []
+    data = token_data(sources=sources, micro_batch_size=PER_STEP, **arguments)
+    return fit(data, diary=SampleDiary, ckpt_path=load, max_steps=max_steps, callbacks=callbacks)
 
 
 @pytest.fixture
@@ -218,10 +216,9 @@ class Weighted(SampleDiary):
 
 
 def fit_padded(rank: int, folder: str) -> dict[str, float]:
-    strategy = ResilientDDP(timeout="30s")
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, default_root_dir=folder)
-    trainer.fit(Weighted(), map_data(17, batch_size=5, uneven="pad"))
-    return {name: value.item() for name, value in trainer.logged_metrics.items()}
+    settings = {"strategy": ResilientDDP(timeout="30s"), "devices": 2, "default_root_dir": folder}
+    run = fit(map_data(17, batch_size=5, uneven="pad"), diary=Weighted, max_epochs=1, **settings)
+    return {name: value.item() for name, value in run.trainer.logged_metrics.items()}
 
 
 def test_means_over_ranks_do_not_count_padded_samples(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from lightning_distplus import ResilientDDP
 from lightning_distplus.testing import spawn
 from tests.distributed.resume_jobs import (
     SampleDiary,
+    fit,
     global_batches,
     map_data,
-    quiet_trainer,
     token_data,
     write_tokens,
 )
@@ -27,14 +27,7 @@ LEGS = [(2, 4, 3, 0, 13), (4, 2, 3, 1, 25), (3, 4, 2, 0, 20), (2, 6, 2, 2, 0)]
 GLOBAL_BATCH = 24
 NUM_STEPS = 16
 FIRST_STEPS = [4, 8, 10]  # 13, 25 and 20 micro-batches: whole windows only
-CHANGES = [
-    "; global batch 24 (batch size 2 x 4 data-parallel ranks x accumulation 3), "
-    "before 24 (batch size 4 x 2 data-parallel ranks x accumulation 3)",
-    "; global batch 24 (batch size 4 x 3 data-parallel ranks x accumulation 2), "
-    "before 24 (batch size 2 x 4 data-parallel ranks x accumulation 3)",
-    "; global batch 24 (batch size 6 x 2 data-parallel ranks x accumulation 2), "
-    "before 24 (batch size 4 x 3 data-parallel ranks x accumulation 2)",
-]
+CUTS = [f"24 (batch size {size} x {ranks} data-parallel ranks x accumulation {n})" for ranks, size, n, *_ in LEGS]
 
 
 class SaveAfter(Callback):
@@ -70,18 +63,12 @@ def leg(prefix: str, number: int, folder: str) -> list[Any]:
 
 
 def _fit(data: Any, *, world_size: int, accumulation: int, load: str | None, saver: SaveAfter) -> Any:
-    trainer = quiet_trainer(
-        strategy=ResilientDDP(timeout="60s"),
-        devices=world_size,
-        default_root_dir=Path(saver.path).parent,
-        max_steps=NUM_STEPS,
-        accumulate_grad_batches=accumulation,
-        callbacks=[saver],
-    )
-    model = SampleDiary()
-    trainer.fit(model, data, ckpt_path=load)
+    settings = {"devices": world_size, "default_root_dir": Path(saver.path).parent, "callbacks": [saver]}
+    settings |= {"strategy": ResilientDDP(timeout="60s"), "accumulate_grad_batches": accumulation}
+    run = fit(data, diary=SampleDiary, ckpt_path=load, max_steps=NUM_STEPS, **settings)
+    trainer = run.trainer
     counters = {"consumed": data.consumed_samples, "step": trainer.global_step, "epoch": trainer.current_epoch}
-    return model.steps, counters, trainer.fit_loop.epoch_loop.batch_progress.total.state_dict()
+    return run.steps, counters, trainer.fit_loop.epoch_loop.batch_progress.total.state_dict()
 
 
 @pytest.mark.deadline(120)
@@ -101,10 +88,10 @@ def test_run_goes_on_from_2_to_4_to_3_to_2_ranks_with_the_same_samples_in_each_s
             for per_rank in run.results.values():
                 assert per_rank[kind][1] == runs[0].results[0][kind][1]
                 assert set(per_rank[kind][2].values()) == {NUM_STEPS * accumulation}
-    for first, run, change in zip(FIRST_STEPS, runs[1:], CHANGES, strict=True):
+    for first, run, before, cut in zip(FIRST_STEPS, runs[1:], CUTS[:-1], CUTS[1:], strict=True):
         receipts = re.findall(r"resumed at sample .*", "".join(run.logs.values()))
         assert len(receipts) == 2, "one line for each run, from rank 0"
         for receipt in receipts:
             assert receipt.startswith(f"resumed at sample {first * GLOBAL_BATCH}, step {first}, epoch ")
-            assert receipt.endswith(change)
+            assert receipt.endswith(f"; global batch {cut}, before {before}")
         assert run.logs[0].count("they start afresh") == 2

@@ -261,12 +261,10 @@ def test_a_checkpoint_of_an_optimizer_without_state_is_resumed(name: str, tmp_pa
 class Placed(jobs.Model):
     """Has buffers that differ between ranks, as BatchNorm's do; torch would have both ranks write some of them."""
 
-    def configure_model(self) -> None:
-        super().configure_model()
-        if not hasattr(self, "places"):
-            self.places = nn.ModuleList(nn.Module() for _ in range(4))
-            for place in self.places:
-                place.register_buffer("rank", torch.full((300,), self.trainer.global_rank))
+    def grow(self) -> None:
+        self.places = nn.ModuleList(nn.Module() for _ in range(4))
+        for place in self.places:
+            place.register_buffer("rank", torch.full((300,), self.trainer.global_rank))
 
 
 def resume_with_other_buffers(rank: int, name: str, folder: str) -> set[int]:

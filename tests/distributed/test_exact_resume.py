@@ -5,6 +5,7 @@ Rows R6 and R8.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,8 @@ def test_resume_with_workers_over_token_files_is_exact(options: dict[str, Any], 
     saver, settings = SaveAt("on_train_batch_end", tmp_path / "saves"), {"max_epochs": 2, "accumulate_grad_batches": 2}
 
     def run(num_workers: int, **arguments: Any) -> SampleDiary:
-        model = SampleDiary()
         data = token_data(sources=sources, num_workers=num_workers, **(options if num_workers else {}))
-        path = arguments.pop("ckpt_path", None)
-        quiet_trainer(**settings, **arguments).fit(model, data, ckpt_path=path)
-        return model
+        return fit(data, diary=SampleDiary, **settings, **arguments)
 
     undisturbed = run(0)
     assert run(2, callbacks=[saver]).steps == undisturbed.steps
@@ -185,8 +183,7 @@ def test_overfitting_repeats_the_same_batches_in_each_epoch(kind: str, tmp_path:
         data: Any = map_data()
     else:
         data = token_data(sources=write_tokens(tmp_path / "tokens", 401))
-    model = SampleDiary()
-    quiet_trainer(max_epochs=3, overfit_batches=3).fit(model, data)
+    model = fit(data, diary=SampleDiary, max_epochs=3, overfit_batches=3)
     batches = [model.steps[step] for step in range(9)]
     assert batches[:3] == batches[3:6] == batches[6:]
     assert batches[0] != batches[1]
@@ -216,9 +213,9 @@ def fit_each(
     for path in [f"{folder}/{save}.ckpt" for save in saves] or [None]:
         options = {"callbacks": [] if path else [SaveAt("on_train_batch_end", Path(folder))], "devices": world_size}
         options |= {"strategy": "ddp" if world_size > 1 else "auto", "accumulate_grad_batches": accumulation}
-        data, model = token_data(sources=sources, micro_batch_size=micro_batch), SampleDiary()
-        quiet_trainer(max_epochs=2, **options).fit(model, data, ckpt_path=path)
-        runs.append((model.steps, data.consumed_samples))
+        data = token_data(sources=sources, micro_batch_size=micro_batch)
+        run = fit(data, diary=SampleDiary, ckpt_path=path, max_epochs=2, **options)
+        runs.append((run.steps, data.consumed_samples))
     return runs
 
 
@@ -248,6 +245,7 @@ def test_state_of_version_1_still_loads_and_one_of_a_growing_global_batch_is_ref
     def data() -> Any:
         return token_data(sources=str(tmp_path / "tokens"), global_batch_size=4)
 
+    fit_tokens = partial(fit, diary=SampleDiary, max_steps=4)
     write_tokens(tmp_path / "tokens", 401)
     (tmp_path / "saves").mkdir()
     saver = SaveAt("on_train_batch_end", tmp_path / "saves")
@@ -268,9 +266,3 @@ def test_state_of_version_1_still_loads_and_one_of_a_growing_global_batch_is_ref
     torch.save(checkpoint, path)
     with pytest.raises(DatasetMismatch, match=r"schedule of global batches.* 2 from sample 0 on, 4 from"):
         fit_tokens(data(), ckpt_path=path)
-
-
-def fit_tokens(data: Any, *, ckpt_path: Path | None = None, **arguments: Any) -> SampleDiary:
-    model = SampleDiary()
-    quiet_trainer(max_steps=4, **arguments).fit(model, data, ckpt_path=ckpt_path)
-    return model

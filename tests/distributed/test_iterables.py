@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_distplus import ResilientDDP, ResilientFSDP
 from lightning_distplus.data import ResumableDataModule
 from lightning_distplus.data.iterable import stateful
 from lightning_distplus.errors import DatasetMismatch
-from lightning_distplus.testing import FaultPlan, SpawnResult, spawn
+from lightning_distplus.testing import spawn
 from lightning_distplus.world import DataParallel
 from tests.distributed import resume_jobs
 from tests.distributed.iterable_jobs import (
@@ -30,7 +29,6 @@ from tests.distributed.iterable_jobs import (
     iterable_data,
     loader_of_torchdata,
     nodes_of_torchdata,
-    train_on_ranks,
 )
 from tests.distributed.resume_jobs import (
     Diary,
@@ -41,6 +39,7 @@ from tests.distributed.resume_jobs import (
     fit,
     map_data,
     quiet_trainer,
+    trained,
 )
 from tests.pairs import in_turn, kept
 
@@ -168,47 +167,30 @@ def test_loaders_and_nodes_of_torchdata_resume_exactly(make: Any, tmp_path: Path
         assert final_counters(resumed)["consumed"] == final_counters(undisturbed)["consumed"]
 
 
-def resilient_ddp() -> Any:
-    return ResilientDDP(timeout="60s")
+def train_and_resume(folder: str) -> list[tuple[list[Any], dict[str, Any]]]:
+    """On two ranks of stock: the events and the counters of a run, and of one that resumes inside a window."""
+    runs = []
+    for path in (None, f"{folder}/6.ckpt"):
+        saver = [] if path else [SaveAt("on_train_batch_end", Path(folder))]
+        settings = {"strategy": "ddp", "devices": 2, "max_steps": 8, "accumulate_grad_batches": 2, "callbacks": saver}
+        run = fit(iterable_data(Counting(32)), ckpt_path=path, **settings)
+        runs.append((run.events, final_counters(run)))
+    return runs
 
 
-def resilient_fsdp() -> Any:
-    return ResilientFSDP(timeout="60s", sharding_strategy="FULL_SHARD", auto_wrap_policy={torch.nn.Linear})
-
-
-@pytest.mark.parametrize(
-    ("strategy", "num_workers", "killed_at", "goes_on_at"), [(resilient_ddp, 2, 7, 6), (resilient_fsdp, 0, 5, 4)]
-)
-def test_killed_run_goes_on_on_each_rank_with_its_own_state(
-    strategy: Any, num_workers: int, killed_at: int, goes_on_at: int, tmp_path: Path
-) -> None:
-    def run(folder: str, resume_from: str | None = None, faults: FaultPlan | None = None) -> SpawnResult:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        job = (strategy, str(tmp_path / folder), resume_from, num_workers, {})
-        return spawn(train_on_ranks, 2, args=job, faults=faults, deadline="60s")
-
-    undisturbed = run("undisturbed").check().results
-    killed = run("killed", faults=FaultPlan().kill(1, step=killed_at, where="before_optimizer_step"))
-    assert [fired.fault.rank for fired in killed.faults] == [1]
-    assert killed.exit_codes[1] == -9
-    resumed = run("killed", "newest").check().results
-
-    for rank in (0, 1):
-        steps, weights = undisturbed[rank]
-        assert resumed[rank] == ({number: steps[number] for number in range(goes_on_at, 8)}, weights)
-    passes = [number for steps, _ in undisturbed.values() for batches in steps.values() for number in batches]
-    assert len(passes) == len(set(passes)), "no number twice in a pass, on any rank"
-
-
-def test_other_ranks_or_workers_are_refused_with_the_reason_and_a_stock_strategy_gathers_too(tmp_path: Path) -> None:
-    folder, saved = str(tmp_path), str(tmp_path / "batch=7.ckpt")
-    undisturbed = spawn(train_on_ranks, 2, args=("ddp", folder, None, 0, {}), deadline="60s").check().results
-    resumed = spawn(train_on_ranks, 2, args=("ddp", folder, saved, 0, {}), deadline="60s").check().results
-    for rank in (0, 1):
-        steps = undisturbed[rank][0]
-        assert resumed[rank][0] == {number: steps[number] for number in range(4, 8)}
+def test_each_rank_of_a_stock_strategy_goes_on_with_its_own_state_and_another_number_is_refused(tmp_path: Path) -> None:
+    """Kills under the Resilient strategies are in ``tests/faults/test_r1_r3_r5_r12_killed_runs.py``."""
+    results = spawn(train_and_resume, 2, args=(str(tmp_path),), deadline="60s").check().results
+    seen = [
+        number for (events, _), _ in results.values() for event in events if event[0] == "train" for number in event[3]
+    ]
+    assert len(seen) == len(set(seen)) == 64, "no number twice in a pass, on any rank"
+    for (events, counters), (resumed, resumed_counters) in results.values():
+        assert resumed == events[-len(resumed) :]
+        assert trained(resumed) == 16 - 6
+        assert resumed_counters == counters
     with pytest.raises(DatasetMismatch, match="ranks: 2 in the checkpoint, 1 in this run"):
-        train_on_ranks("auto", folder, saved, 0, {"devices": 1, "accumulate_grad_batches": 4})
+        fit(iterable_data(Counting(32)), ckpt_path=tmp_path / "6.ckpt", max_steps=8, accumulate_grad_batches=4)
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +315,7 @@ def test_padded_pass_has_every_sample_once_and_iterable_validation_reads_all() -
             validated.extend(samples[weights == 1, 0].int().tolist())
 
     data = ResumableDataModule(Counting(8), Resuming(7), batch_size=3, uneven="pad")
-    quiet_trainer(max_epochs=2).fit(Weighing(), data)
+    fit(data, diary=Weighing, max_epochs=2)
     assert len(seen) == 18
     assert sorted(number for number, weight in seen if weight) == [*range(8), *range(EPOCH, EPOCH + 8)]
     assert validated == [*range(7), *range(7)]

@@ -118,9 +118,7 @@ def live_twice(rank: int, steps: int, folder: str) -> tuple[int, Alarms]:
 class Manual(jobs.Model):
     """Two optimizers that take turns."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         for optimizer in self.optimizers():
@@ -221,13 +219,9 @@ def equal_peers(rank: int, steps: int, folder: str) -> tuple[int, Alarms]:
 class Adapted(jobs.Model):
     """Low-rank adapters beside layers that are frozen."""
 
-    def configure_model(self) -> None:
-        made = self.net is None
-        super().configure_model()
-        if made:
-            self.net.requires_grad_(False)
-            self.down = torch.nn.Linear(jobs.NUM_FEATURES, 2, bias=False)
-            self.up = torch.nn.Linear(2, 1, bias=False)
+    def grow(self) -> None:
+        self.net.requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(jobs.NUM_FEATURES, 2, bias=False), torch.nn.Linear(2, 1, bias=False)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return (self.net(batch) + self.up(self.down(batch))).pow(2).mean()

@@ -100,8 +100,7 @@ def test_a_rank_that_hangs_alone_at_the_end_is_reported_and_ended_by_the_teardow
 ) -> None:
     result, folder = runs(how)
     assert result.alive == {}
-    verdict = jobs.verdict_in(folder)
-    assert (verdict["kind"], verdict["culprits"]) == ("hang", [1])
+    verdict = jobs.verdict_in(folder, "hang", [1])
     assert verdict["elapsed_s"] >= TEARDOWN_S - 1
     assert result.exit_codes[0] == int(ExitCode.HANG)
     assert any("no progress for" in log for log in result.logs.values())

@@ -1,7 +1,4 @@
-"""Row H13: a job that is stopped for longer than its deadlines, by Ctrl-Z or a scheduler, goes on when it is continued.
-
-Even steps, and a pause that only the watchdog would count, are in ``test_h5_h7_slow_ranks``.
-"""
+"""Row H13: a job that is stopped for longer than its deadlines, by Ctrl-Z or a scheduler, goes on when continued."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ pytestmark = pytest.mark.deadline(400)  # the first test waits for both runs
 
 DEADLINE_S = 1.0
 PATIENCE_S = DEADLINE_S + 10.0  # of every wait of the control plane
+EVEN_S = 3 * DEADLINE_S
 
 
 def pause_all(plane: Any, seconds: float, is_rank: int) -> None:
@@ -41,6 +39,12 @@ def work(seconds: float) -> None:
         time.sleep(0.01)
 
 
+def pause_even(trainer: Any, *_: Any) -> None:
+    """All ranks are in their step when all are stopped: only the watchdog counts time."""
+    pause_all(trainer.strategy.plane, EVEN_S, is_rank=0)
+    work(0.7)
+
+
 def pause_uneven(trainer: Any, *_: Any) -> None:
     """Rank 1 needs a second more than rank 0, which waits at the gate when all are stopped."""
     pause_all(trainer.strategy.plane, PATIENCE_S + 1.5, is_rank=1)
@@ -50,8 +54,8 @@ def pause_uneven(trainer: Any, *_: Any) -> None:
 def train(folder: str) -> tuple[int, float]:
     strategy = jobs.strategy("ResilientDDP", timeout={"step": DEADLINE_S, "setup": "60s"})
     start = time.monotonic()
-    pauses = jobs.At("on_train_batch_start", pause_uneven, step=4)
-    trainer = jobs.fit(strategy, 2, folder, max_steps=8, callbacks=[pauses])
+    pauses = [jobs.At("on_train_batch_start", pause, step=at) for pause, at in ((pause_even, 2), (pause_uneven, 4))]
+    trainer = jobs.fit(strategy, 2, folder, max_steps=8, callbacks=pauses)
     return trainer.global_step, time.monotonic() - start
 
 
@@ -86,10 +90,10 @@ def pause_a_job(folder: Path) -> tuple[SpawnResult, Path]:
 runs = side_by_side({"job": pause_a_job, "waits": lambda folder: spawn(wait_in_turn, 2, deadline="60s")})
 
 
-def test_a_job_that_is_paused_while_a_rank_waits_at_the_gate_goes_on(runs: Runs) -> None:
+def test_a_job_that_is_paused_in_its_steps_and_while_a_rank_waits_at_the_gate_goes_on(runs: Runs) -> None:
     run, folder = runs("job")
     assert {steps for steps, _ in run.check().results.values()} == {8}
-    assert min(seconds for _, seconds in run.results.values()) > PATIENCE_S + 1.5
+    assert min(seconds for _, seconds in run.results.values()) > PATIENCE_S + 1.5 + EVEN_S
     assert not list(folder.glob("distplus/verdict-*"))
 
 

@@ -1,4 +1,4 @@
-"""Rows H5 and H7: what is slow, paused or debugged is reported where that is wanted, and never ended."""
+"""Rows H5 and H7: what is slow or debugged is reported where that is wanted, and never ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import pdb
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -180,31 +179,6 @@ def check_debugged(folder: Path) -> None:
     assert not list(folder.glob("distplus/verdict-*"))
 
 
-def paused(folder: str) -> tuple[int, float]:
-    """All ranks are stopped at once, as by Ctrl-Z in a terminal, and go on later; they train until then."""
-    resumed, start = Path(folder) / "resumed", time.monotonic()
-
-    def pause(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 4:
-            said = trainer.strategy.plane.gather_json("pids", {"pid": os.getpid()}, timedelta(seconds=10))
-            pids = " ".join(str(one["pid"]) for one in said)
-            if trainer.global_rank == 0:
-                command = f"kill -STOP {pids}; sleep {LONG_S}; touch {resumed}; kill -CONT {pids}"
-                subprocess.Popen(["sh", "-c", command], start_new_session=True)
-        elif trainer.global_step > 4:
-            time.sleep(0.01)
-            trainer.should_stop = resumed.exists()
-
-    return fit(folder, jobs.At("on_train_batch_end", pause), max_steps=100_000), time.monotonic() - start
-
-
-def check_paused(folder: Path) -> None:
-    run = spawn(paused, 2, args=(str(folder),)).check()
-    assert len({steps for steps, _ in run.results.values()}) == 1
-    assert all(seconds > LONG_S for _, seconds in run.results.values())
-    assert not list(folder.glob("distplus/verdict-*"))
-
-
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 # The names are those of folders too, of which a shell is told.
@@ -214,7 +188,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "slow_data_that_comes_ends_nothing": check_slow_data,
     "rank_that_waits_says_how_fast_the_slow_one_moves_and_when_it_is_there": check_slow_validation,
     "rank_in_a_debugger_is_reported_and_goes_on_when_its_user_does": check_debugged,
-    "job_that_is_paused_goes_on": check_paused,
     "with_on_hang_report_there_is_a_verdict_and_the_run_goes_on": check_only_reported,
 }
 
@@ -229,7 +202,7 @@ def test_nobody_is_ended(what: str, ended: Runs) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(10))
-def test_nine_kinds_of_slowness_end_nothing(number: int, tmp_path: Path) -> None:
+def test_eight_kinds_of_slowness_end_nothing(number: int, tmp_path: Path) -> None:
     for name, check in CHECKS.items():
         (tmp_path / name).mkdir()
         check(tmp_path / name)

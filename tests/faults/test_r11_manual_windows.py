@@ -12,7 +12,7 @@ import torch
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs
 from tests.distributed.iterable_jobs import Counting, iterable_data
-from tests.distributed.resume_jobs import Diary, Numbered, SaveAt, final_counters, map_data, quiet_trainer
+from tests.distributed.resume_jobs import Diary, Numbered, SaveAt, final_counters, fit, map_data, trained
 
 WINDOW = 3
 
@@ -28,11 +28,8 @@ def step_by_hand(module: Any, loss: torch.Tensor, batch_idx: int, *, is_due: boo
 class Accumulates(Diary):
     """Steps after every third micro-batch of an epoch; what is left of an epoch goes into the next one's first step."""
 
+    automatic_optimization = False
     flushes = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         is_due = self.flushes and self.trainer.is_last_batch
@@ -48,9 +45,10 @@ class Flushes(Accumulates):
 class TwoOptimizers(Diary):
     """Has two optimizers that step in each batch, as a GAN does."""
 
+    automatic_optimization = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.other = torch.nn.Linear(2, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -90,16 +88,6 @@ class RarelySteps(TwoOptimizers):
             second.step()
 
 
-def run(kind: type[Diary], data: Any, *, ckpt_path: Path | None = None, **arguments: Any) -> Diary:
-    model = kind()
-    quiet_trainer(**arguments).fit(model, data, ckpt_path=ckpt_path)
-    return model
-
-
-def trained(model: Diary) -> int:
-    return sum(event[0] == "train" for event in model.events)
-
-
 def counters(model: Diary) -> Any:
     return model.trainer.global_step, model.trainer.datamodule.position(), final_counters(model)
 
@@ -115,23 +103,22 @@ def test_each_save_resumes_exactly_inside_windows_and_across_epochs_and_says_not
 ) -> None:
     (tmp_path / "ends").mkdir()
     saver, ends = SaveAt("on_train_batch_end", tmp_path), SaveAt("on_train_epoch_end", tmp_path / "ends")
-    undisturbed = run(kind, make_data(), max_epochs=2, callbacks=[saver, ends])
+    undisturbed = fit(make_data(), diary=kind, max_epochs=2, callbacks=[saver, ends])
     assert len(saver.saves) >= 16
     for path, num_before in (*saver.saves, *ends.saves[:1]):
-        resumed = run(kind, make_data(), ckpt_path=path, max_epochs=2)
-        num_done = sum(event[0] == "train" for event in undisturbed.events[:num_before])
-        repeated = num_done + trained(resumed) - trained(undisturbed)
+        resumed = fit(make_data(), diary=kind, ckpt_path=path, max_epochs=2)
+        repeated = trained(resumed.events) - trained(undisturbed.events[num_before:])
         assert 0 <= repeated <= 2 * (WINDOW - 1), path
         assert resumed.events == undisturbed.events[len(undisturbed.events) - len(resumed.events) :], path
         assert counters(resumed) == counters(undisturbed), path
     assert warnings_of(caplog) == []
-    finished = run(kind, make_data(), ckpt_path=ends.saves[-1][0], max_epochs=2)
+    finished = fit(make_data(), diary=kind, ckpt_path=ends.saves[-1][0], max_epochs=2)
     assert finished.events == []
 
 
 def test_save_that_leaves_gradients_out_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = SaveAt("on_train_batch_end", tmp_path)
-    undisturbed = run(OtherWindows, map_data(), max_epochs=1, callbacks=[saver])
+    undisturbed = fit(map_data(), diary=OtherWindows, max_epochs=1, callbacks=[saver])
     (text,) = warnings_of(caplog)
     assert text == (
         "a checkpoint behind batch 0 leaves gradients out: optimizer 1 (AdamW) has summed some since its last step, "
@@ -139,22 +126,22 @@ def test_save_that_leaves_gradients_out_is_told_once(tmp_path: Path, caplog: pyt
         "them. Save where the windows of all optimizers end in the same batch"
     )
     by_batch = [path for path, _ in saver.saves[:WINDOW]]
-    exact = [weights_digest(run(OtherWindows, map_data(), ckpt_path=one, max_epochs=1)) for one in by_batch]
+    exact = [weights_digest(fit(map_data(), diary=OtherWindows, ckpt_path=one, max_epochs=1)) for one in by_batch]
     assert [one == weights_digest(undisturbed) for one in exact] == [False, False, True]
 
 
 def test_saves_at_the_ends_of_all_windows_say_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)  # 1 + 1 + 2 steps
-    run(OtherWindows, map_data(), max_epochs=1, callbacks=[saver])
+    fit(map_data(), diary=OtherWindows, max_epochs=1, callbacks=[saver])
     assert list(tmp_path.glob("*.ckpt"))
     assert warnings_of(caplog) == []
 
 
 def test_max_steps_counts_the_steps_of_the_optimizers(tmp_path: Path) -> None:
-    undisturbed = run(Accumulates, map_data(), max_steps=4)
+    undisturbed = fit(map_data(), diary=Accumulates, max_steps=4)
     saver = SaveAt("on_train_batch_end", tmp_path)
-    run(Accumulates, map_data(), max_steps=3, callbacks=[saver])
-    resumed = run(Accumulates, map_data(), ckpt_path=saver.saves[-1][0], max_steps=4)
+    fit(map_data(), diary=Accumulates, max_steps=3, callbacks=[saver])
+    resumed = fit(map_data(), diary=Accumulates, ckpt_path=saver.saves[-1][0], max_steps=4)
     assert counters(resumed) == counters(undisturbed)
 
 
@@ -173,19 +160,16 @@ class SavesBetweenSteps(TwoOptimizers):
 @pytest.mark.parametrize("kind", [SavesBehindTheStep, SavesBetweenSteps])
 def test_save_behind_the_step_of_an_unfinished_batch_is_refused(kind: type[Diary], tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="in the middle of batch 0, after its optimizer step"):
-        run(kind, map_data(), max_epochs=1, default_root_dir=str(tmp_path))
+        fit(map_data(), diary=kind, max_epochs=1, default_root_dir=str(tmp_path))
     assert not (tmp_path / "behind.ckpt").exists()
 
 
 class Manual(Numbered):
     """Accumulates by itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
-    def configure_model(self) -> None:
-        super().configure_model()
+    def grow(self) -> None:
         self.net[1].p = 0.0  # a window that is done again gets other random numbers
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:

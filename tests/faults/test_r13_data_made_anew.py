@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_distplus import ResumableDataModule
-from tests.distributed.resume_jobs import Augmented, SampleDiary, quiet_trainer
+from tests.distributed.resume_jobs import Augmented, SampleDiary, fit, quiet_trainer
 
 
 class Shifted(Dataset):
@@ -40,13 +41,10 @@ class NewTraining(ResumableDataModule):
 
 
 def test_validation_data_is_asked_for_anew_where_loaders_are_made_anew() -> None:
-    seen = {}
-    for every in (0, 1):
-        model = SampleDiary()
-        data = NewValidation(Augmented(4), batch_size=2)
-        quiet_trainer(max_epochs=3, reload_dataloaders_every_n_epochs=every).fit(model, data)
-        seen[every] = model.validated
-    assert seen == {0: [0, 1] * 3, 1: [0, 1, 100, 101, 200, 201]}
+    run = partial(fit, diary=SampleDiary, max_epochs=3)
+    data = [NewValidation(Augmented(4), batch_size=2) for _ in range(2)]
+    seen = [run(data[every], reload_dataloaders_every_n_epochs=every).validated for every in (0, 1)]
+    assert seen == [[0, 1] * 3, [0, 1, 100, 101, 200, 201]]
 
 
 def test_new_training_data_in_later_epochs_is_refused_before_training() -> None:
@@ -54,5 +52,4 @@ def test_new_training_data_in_later_epochs_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match=r"NewTraining.train_dataset\(\) is asked once in a run"):
         quiet_trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(model, NewTraining(batch_size=2))
     assert model.steps == {}
-    quiet_trainer(max_epochs=3).fit(model, NewTraining(batch_size=2))
-    assert len(model.steps) == 3
+    assert len(fit(NewTraining(batch_size=2), diary=SampleDiary, max_epochs=3).steps) == 3

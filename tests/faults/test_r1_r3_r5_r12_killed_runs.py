@@ -29,6 +29,7 @@ from tests.distributed.iterable_jobs import Counting
 from tests.distributed.resume_jobs import (
     SampleDiary,
     SaveAt,
+    fit,
     global_batches,
     quiet_trainer,
     token_data,
@@ -37,9 +38,13 @@ from tests.distributed.resume_jobs import (
 from tests.pairs import kept, kept_rows
 
 NUM_SAMPLES = 40
-KINDS = ("map 2", "stream 0", "stream 2", "stateful 0", "stateful 2", "ours 0", "ours 2")
+KINDS = tuple(f"{data} {n}" for data in ("map", "stream", "stateful", "ours", "our stream") for n in (0, 2))[1:]
 EACH_COMMIT = [("ResilientDDP", "map 2"), ("ResilientDeepSpeed", "map 2"), ("ResilientModelParallel", "stateful 2")]
-EACH_COMMIT += [("ResilientFSDP", "ours 0"), ("ResilientModelParallel", "ours 2")]
+EACH_COMMIT += [
+    ("ResilientFSDP", "our stream 0"),
+    ("ResilientModelParallel", "ours 2"),
+    ("ResilientDDP", "our stream 2"),
+]
 STEPS = 14  # 10 in an epoch of 40 samples on 2 ranks: the last ones lie in the second epoch
 
 
@@ -73,17 +78,16 @@ class Stream(Counting):
 
 def loader_of(kind: str, *, is_augmented: bool) -> Any:
     """What a user's script has: ``kind`` is the data, and how many workers read them."""
-    data, _, workers = kind.partition(" ")
+    data, _, workers = kind.rpartition(" ")
     options: dict[str, Any] = {"batch_size": 2, "num_workers": int(workers)}
-    if data == "ours":
-        return ResumableDataModule(Images(is_augmented=is_augmented), seed=5, **options)
-    if data == "map":
-        return DataLoader(Images(is_augmented=is_augmented), shuffle=True, **options)
-    if data == "stream":
-        return DataLoader(Stream(is_augmented=is_augmented), **options)
+    samples: Any = (Images if data in ("ours", "map") else Stream)(is_augmented=is_augmented)
+    if data.startswith("our"):
+        return ResumableDataModule(samples, seed=5, **options)
+    if data != "stateful":
+        return DataLoader(samples, shuffle=data == "map" or None, **options)
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(Stream(is_augmented=is_augmented), **options)
+    return StatefulDataLoader(samples, **options)
 
 
 class Net(jobs.Model):
@@ -111,8 +115,8 @@ def train(name: str, kind: str, folder: str, is_augmented: bool, loaders: dict[s
     saver = ModelCheckpoint(dirpath=checkpoints, every_n_train_steps=3, save_top_k=2, monitor="step", mode="max")
     found = newest_valid(checkpoints) if ours else None
     callbacks = [jobs.At("on_train_batch_end", note), saver, FaultCallback()]
-    arguments = {"max_steps": STEPS, "use_distributed_sampler": True, "callbacks": callbacks, **ours}
-    trainer = jobs.fit(name, 2, folder, model := Net(), loader, ckpt_path=found, **arguments)
+    arguments = {"max_steps": STEPS, "use_distributed_sampler": True, "callbacks": callbacks}
+    trainer = jobs.fit(jobs.strategy(name, **ours), 2, folder, model := Net(), loader, ckpt_path=found, **arguments)
     return {"weights": weights_digest(model), "step": trainer.global_step, "resumed_from": found and found.name}
 
 
@@ -239,18 +243,16 @@ class Noted(SampleDiary):
 
 
 def train_cut(prefixes: list[str], size: int, micro_batch: int, workers: int, folder: str) -> Any:
-    checkpoints, options = Path(folder) / "checkpoints", {"devices": size, "max_steps": STEPS}
+    checkpoints = Path(folder) / "checkpoints"
+    options: dict[str, Any] = {"devices": size, "max_steps": STEPS}
     saver = ModelCheckpoint(dirpath=checkpoints, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     callbacks = [SampleAudit(), saver, FaultCallback()]
-    trainer = quiet_trainer(
-        strategy=ResilientDDP(timeout="60s"), default_root_dir=folder, callbacks=callbacks, **options
-    )
+    options |= {"strategy": ResilientDDP(timeout="60s"), "default_root_dir": folder, "callbacks": callbacks}
     sources = [Source(path=prefix, weight=weight) for prefix, weight in zip(prefixes, (3.0, 1.0), strict=True)]
     cut = {"micro_batch_size": micro_batch, "num_workers": workers, "global_batch_size": GLOBAL_BATCH}
     data = token_data(sources=sources, **cut)
-    found = newest_valid(checkpoints)
-    trainer.fit(model := Noted(), data, ckpt_path=str(found) if found else None)
-    return [(model.steps, data.consumed_samples)]
+    done = fit(data, diary=Noted, ckpt_path=newest_valid(checkpoints), **options)
+    return [(done.steps, data.consumed_samples)]
 
 
 @pytest.mark.soak

@@ -83,8 +83,7 @@ def test_preparation_past_its_deadline_ends_with_a_verdict_on_the_rank(tmp_path:
     data = {"seconds": 30.0, "progress": False}
     run = spawn(fit, WORLD_SIZE, args=(str(tmp_path), {**TIMEOUTS, "data": "2s"}, data), deadline="50s")
     assert set(run.exit_codes.values()) == {int(ExitCode.HANG)}
-    verdict = jobs.verdict_in(tmp_path)
-    assert (verdict["culprits"], verdict["waiting"]) == ([0], [1, 2])
+    verdict = jobs.verdict_in(tmp_path, "hang", [0], [1, 2])
     assert (verdict["phase"], verdict["operation"]) == ("data", "prepare_data")
     assert verdict["location"].startswith(f"{__file__}:")
     assert "it has reported no progress" in run.logs[1]

@@ -63,11 +63,8 @@ def moment_drifts(run: Run) -> None:
 
 
 class _WithBuffer(jobs.Model):
-    def configure_model(self) -> None:
-        made = self.net is None
-        super().configure_model()
-        if made:
-            self.net.register_buffer("scale", torch.ones(3))
+    def grow(self) -> None:
+        self.net.register_buffer("scale", torch.ones(3))
 
 
 @diverges("D2", "buffers", number=15, on=DDP + FSDP)

@@ -277,6 +277,7 @@ def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:
     verdict = judged(evidence(0, global_step=79, phase="step"), replace(gone, is_last_seen=True))
     assert (verdict.global_step, verdict.phase) == (79, "step")
     assert "last seen in 'x', 0.8 s before" in verdict.lines[0]
+    assert verdict.render().partition("\n")[0].endswith(", last seen in x, 0.8 s before")
 
 
 def test_the_last_line_of_a_refusal_that_lists_what_differs_is_what_to_do() -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -63,6 +64,12 @@ def is_sharded(path: Path) -> bool:
     return (path / META).is_file() and (path / ".metadata").is_file()
 
 
+def _read_alone(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
+        load(state, storage_reader=FileSystemReader(path), no_dist=True)
+
+
 def read_sharded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """A folder of Lightning's FSDP or FSDP2, all of it in memory, as the dictionary that a file of it would hold.
 
@@ -73,7 +80,7 @@ def read_sharded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         name: _empty(entry) if isinstance(entry, TensorStorageMetadata) else None
         for name, entry in metadata.state_dict_metadata.items()
     }
-    load(flat, storage_reader=FileSystemReader(path), no_dist=True)
+    _read_alone(flat, path)
     tree: dict[Any, Any] = {}
     for name, value in flat.items():
         *folders, last = metadata.planner_data[name]
@@ -133,7 +140,7 @@ def _in_parts(path: Path, name_of: Callable[..., str | None]) -> _Parts:
         for number, key in enumerate(names, start=1):
             batch[key] = _empty(entries[key])
             if number == len(names) or sum(tensor.nbytes for tensor in batch.values()) >= _BATCH_BYTES:
-                load(batch, storage_reader=FileSystemReader(path), no_dist=True)
+                _read_alone(batch, path)
                 yield {names[key]: tensor for key, tensor in batch.items()}
                 batch = {}
 

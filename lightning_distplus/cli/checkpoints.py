@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -198,7 +199,7 @@ def run_export(argv: Sequence[str]) -> int:
     """Exit code 0.
 
     Raises:
-        FileExistsError: There is something of that name.
+        FileNotFoundError, FileExistsError: There is no such checkpoint, or something of the target's name.
         CheckpointUnsafe: A pickle in it might run code, and ``--trust`` is not given.
     """
     parser = argparse.ArgumentParser(
@@ -216,7 +217,7 @@ def run_export(argv: Sequence[str]) -> int:
     add("--trust", action="store_true", help=TRUST_HELP)
     arguments = parser.parse_args(argv)
     source, target = arguments.checkpoint, arguments.target
-    _require_new(target)
+    _require_paths(source, target)
     _check(source)
     if arguments.trust:
         _export(arguments)
@@ -229,7 +230,9 @@ def run_export(argv: Sequence[str]) -> int:
     return 0
 
 
-def _require_new(target: Path) -> None:
+def _require_paths(source: Path, target: Path) -> None:
+    if not source.exists():
+        raise FileNotFoundError(f"{source} does not exist.")
     if target.exists():
         raise FileExistsError(f"{target} exists already. Give another name, or remove it first.")
 
@@ -330,9 +333,7 @@ def run_import(argv: Sequence[str]) -> int:
     """
     arguments = _imports_parser().parse_args(argv)
     source, target = arguments.source, arguments.to
-    _require_new(target)
-    if not source.exists():
-        raise FileNotFoundError(f"{source} does not exist.")
+    _require_paths(source, target)
     import torch
 
     from lightning_distplus.checkpoint.formats import origin_of, read_foreign
@@ -490,8 +491,10 @@ def _of_lightning(source: Path) -> tuple[dict[str, Any], _Rows]:
             checkpoint = read_sharded(source)
         elif source.is_dir():
             raise CheckpointMismatch(f"{source} is no folder of FSDP's shards. Of DeepSpeed: --from deepspeed.")
+        elif findings := check_unmanifested(source):
+            raise CheckpointCorrupt(f"{source} cannot be imported: {findings[0]}. Give another checkpoint.")
         else:
-            checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+            checkpoint = torch.load(source, map_location="cpu", mmap=is_zipfile(source), weights_only=True)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint or "global_step" not in checkpoint:
         raise CheckpointMismatch(f"{source} is no checkpoint of Lightning: it lacks state_dict or global_step.")
     num = len(checkpoint.get("optimizer_states") or [])

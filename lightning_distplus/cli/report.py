@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     jobs = read()
     if not jobs:
         written = "A Resilient strategy writes them below the default_root_dir of its Trainer."
-        raise FileNotFoundError(f"{home} holds neither events nor verdicts. {written}")
+        of_run = "" if arguments.run_id is None else f" of a run {arguments.run_id}"
+        raise FileNotFoundError(f"{home} holds neither events nor verdicts{of_run}. {written}")
     if arguments.follow:
         with suppress(KeyboardInterrupt), Live(console=stdout(), auto_refresh=False) as live:
             while True:

@@ -224,14 +224,15 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float, 
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
     events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
     path, auto_folder, step, at = "", None, 0, events[0]["time"] if events else time.time()
+    is_loading = phase == Phase.RESUME  # what it read may be what it refuses
     for event in events:
-        if event["kind"] in ("saved", "loaded"):
+        if event["kind"] == "saved" or (event["kind"] == "loaded" and not is_loading):
             path, step, at = event["path"], event["global_step"] or 0, event["time"]
         elif event["kind"] == "start":
             auto_folder, at = event.get("auto_folder"), at if path else event["time"]
     lost = f"{max(global_step - step, 0)} steps, {duration_in_words(ended_at - at)} of work lost"
     if not path:
-        again = "loads the same checkpoint again" if phase == Phase.RESUME else "starts at the beginning"
+        again = "loads the same checkpoint again" if is_loading else "starts at the beginning"
         return f"no checkpoint has been committed yet; the same command {again} ({lost})"
     ckpt_path = ckpt_path_for(path, auto_folder)
     how = f'the same command with fit(..., ckpt_path="{ckpt_path}")'
@@ -621,7 +622,7 @@ _KINDS = {"DivergenceError": "divergence", "PeerLost": "peer_lost", "PeerMissing
 _NO_INCIDENT = ("KeyboardInterrupt", "SIGTERMException", "Preempted", "PreflightError", "RendezvousError")
 # Their last sentence says what to do, and no line of code is to blame.
 _TELLS_REMEDY = ("CheckpointCorrupt", "CheckpointMismatch", "CheckpointUnsafe", "DatasetMismatch")
-_SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z])")
+_SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z])|\n(?=[A-Z])")
 _CAUSE_CHARACTERS = 1000
 _REMEDY = re.compile(r"(?<=[.;:]) (?=[Ll]ook at |Nothing was exchanged)")
 _TEXT_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)

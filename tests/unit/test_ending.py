@@ -126,6 +126,11 @@ def test_a_checkpoint_that_auto_does_not_look_for_is_named_by_its_path(
     assert how.format(path) in describe_next(tmp_path, "b", 70, time.time())
 
 
-def test_a_run_that_was_refused_its_checkpoint_is_not_told_to_begin_anew(tmp_path: Path) -> None:
+def test_a_run_that_was_refused_its_checkpoint_is_told_neither_to_begin_anew_nor_that_it_goes_on(
+    tmp_path: Path,
+) -> None:
     for phase, what in (("resume", "loads the same checkpoint again"), ("step", "starts at the beginning")):
         assert f"the same command {what}" in describe_next(tmp_path, "a", 0, time.time(), phase=phase)
+    with EventLog(tmp_path, 0, run_id="a") as log:  # it was read, and fits neither model nor data
+        log.write("loaded", path="a.ckpt", global_step=20)
+    assert "loads the same checkpoint again" in describe_next(tmp_path, "a", 0, time.time(), phase="resume")

@@ -368,3 +368,14 @@ def test_one_file_is_refused_to_deepspeed_before_it_begins_with_what_takes_it(tm
         with pytest.raises(CheckpointMismatch, match=f"under ResilientDDP.*--model.init_from {re.escape(str(file))}"):
             ResilientDeepSpeed(stage=stage).fitting_checkpoint(file)
     assert ResilientDeepSpeed(stage=3, load_full_weights=True).fitting_checkpoint(file) == file
+
+
+@pytest.mark.parametrize("content", [b"no checkpoint", b"PK\x03\x04 torn"])
+def test_what_is_no_whole_file_of_torch_is_refused_in_a_sentence(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "last.ckpt").write_bytes(content)
+    assert main(["import", "--from", "lightning", str(tmp_path / "last.ckpt"), "--to", str(tmp_path / "in.ckpt")]) == 1
+    assert "last.ckpt cannot be imported: " in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "gone.ckpt"), str(tmp_path / "out.ckpt")]) == 1
+    assert capsys.readouterr().err.endswith("gone.ckpt does not exist.\n")

@@ -17,7 +17,7 @@ from lightning_distplus.checkpoint.formats import refuse_foreign
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
-from lightning_distplus.errors import CheckpointMismatch, PeerLost
+from lightning_distplus.errors import CheckpointMismatch, DatasetMismatch, PeerLost
 from lightning_distplus.process import running_time
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
@@ -278,6 +278,13 @@ def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:
     assert (verdict.global_step, verdict.phase) == (79, "step")
     assert "last seen in 'x', 0.8 s before" in verdict.lines[0]
     assert verdict.render().partition("\n")[0].endswith(", last seen in x, 0.8 s before")
+
+
+def test_the_last_line_of_a_refusal_that_lists_what_differs_is_what_to_do() -> None:
+    verdict = failed(DatasetMismatch("This run cannot go on:\n  num_samples: 8 there, 9 here\nResume with the data."))
+    assert verdict is not None
+    assert verdict.remedy == "Resume with the data."
+    assert verdict.cause.endswith("\n  num_samples: 8 there, 9 here")
 
 
 def failed(error: BaseException, *, ends_others: bool = True) -> Verdict | None:

@@ -23,7 +23,6 @@ NAMES = (
     "data_rivals",
     "control_gate",
     "checked_collectives",
-    "flight_recorder_cost",
     "mark_cost",
     "readiness_cost",
     "strategy_cost",

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
@@ -111,7 +111,9 @@ class StopRequests:
         if number is signal.SIGINT and self.reason == number.name:
             _end_now(number)
         self.request(number.name)
-        _call(self._previous.get(number), signum, frame)
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(signum, frame)
 
 
 def _parse(name: str) -> signal.Signals:
@@ -128,11 +130,6 @@ def _end_now(number: signal.Signals) -> None:
     os.write(2, b"interrupted twice: ends now, without a checkpoint of this step\n")
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-
-
-def _call(previous: Callable[[int, FrameType | None], Any] | int | None, signum: int, frame: FrameType | None) -> None:
-    if callable(previous) and previous is not signal.default_int_handler:
-        previous(signum, frame)
 
 
 # -- the callback ------------------------------------------------------------------------------------------------------
@@ -183,7 +180,6 @@ class PreemptionHandler(Callback, GateParticipant):
         self._evaluation: StepGate | None = None
         self._trainer: Any = None
         self._first_step = 0
-        self._auto_folder: Path | None = None  # where ckpt_path="auto" looks, before Lightning names one for this run
         self._is_ending = False
         self._logged_steps: int | None = None
 
@@ -210,7 +206,6 @@ class PreemptionHandler(Callback, GateParticipant):
         if self._stopping is not None:
             return
         self._trainer = trainer
-        self._auto_folder = checkpoint_folder(trainer)
         self._logged_steps = None
         self._is_ending = False
         _compat.restore_step_hooks(self)
@@ -221,9 +216,8 @@ class PreemptionHandler(Callback, GateParticipant):
         self._stopping = threading.Event()
         looks = trainer.local_rank == 0 and bool(self._notice_file or self._notice_command)
         if looks or self._grace is not None:
-            threading.Thread(
-                target=self._watch, args=(self._stopping, looks), name="distplus-notices", daemon=True
-            ).start()
+            arguments = (self._stopping, looks)
+            threading.Thread(target=self._watch, args=arguments, name="distplus-notices", daemon=True).start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts the handlers back."""
@@ -298,16 +292,12 @@ class PreemptionHandler(Callback, GateParticipant):
             Preempted: The checkpoint is committed.
         """
         trainer, asked_at = self._trainer, self._requests.asked_at or monotonic()
-        log.warning(
-            "rank %d stops at step %d: asked for by ranks %s (%s here)",
-            trainer.global_rank,
-            trainer.global_step,
-            ranks,
-            self._requests.reason or "nothing",
-        )
+        here = self._requests.reason or "nothing"
+        message = "rank %d stops at step %d: asked for by ranks %s (%s here)"
+        log.warning(message, trainer.global_rank, trainer.global_step, ranks, here)
         path = self._save()
         if path is not None and trainer.is_global_zero:
-            how = ckpt_path_for(path, self._auto_folder)
+            how = ckpt_path_for(path, getattr(trainer.strategy, "auto_folder", ""))  # Lightning's own have no "auto"
             log.warning('saved: the same command with ckpt_path="%s" goes on from %s', how, path)
         self._end(path=path and str(path), ranks=ranks, saved_after_s=round(monotonic() - asked_at, 3))
 
@@ -420,20 +410,17 @@ class PreemptionHandler(Callback, GateParticipant):
         """The grace has passed: says what took so long. On the thread of the notices."""
         marks = getattr(self._trainer.strategy, "marks", None)
         where = "" if marks is None else f"; this rank is in {marks.read().operation!r}"
+        rank, grace_s, reason = self._trainer.global_rank, grace.total_seconds(), self._requests.reason
         log.error(
             "rank %d: %g s after %s no checkpoint of this stop is committed%s. The run goes on until it is killed; a "
             "restart continues from the last committed checkpoint. Ask earlier (a notice), or save more often.",
-            self._trainer.global_rank,
-            grace.total_seconds(),
-            self._requests.reason,
-            where,
-        )
-        self._note("preemption_late", grace_s=grace.total_seconds(), reason=self._requests.reason)
+            rank, grace_s, reason, where,
+        )  # fmt: skip
+        self._note("preemption_late", grace_s=grace_s, reason=reason)
 
     def _note(self, kind: str, **fields: Any) -> None:
-        note = getattr(self._trainer.strategy, "note", None)
-        if note is not None:
-            note(kind, **fields)
+        if hasattr(self._trainer.strategy, "note"):
+            self._trainer.strategy.note(kind, **fields)
 
 
 def checkpoint_folder(trainer: Any) -> Path:

@@ -1,118 +1,27 @@
-"""What a run has: control plane, gate, deadlines, gathered bytes, and the state of its generators.
-
-They come from our strategy, or are made here on any other one.
-"""
+"""What a run has: bytes of every rank, the deadline of its phase on every group, the state of its generators."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, connect_over, connected, part
+from lightning_distplus.control import ControlPlane, connect_over, connected
 from lightning_distplus.control.plane import MAX_MESSAGE_BYTES
-from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.process import running_time
 from lightning_distplus.timeouts import OnHang, Phase, Timeouts, group_timeout
-from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.world import World
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _DEFAULTS = Timeouts()
 MAX_BYTES = 256 * MAX_MESSAGE_BYTES
 """Of a value that ``gather_bytes`` takes."""
-
-
-def host_of(trainer: Trainer) -> Host:
-    """The strategy's own means where it has them."""
-    return Host(trainer) if hasattr(trainer.strategy, "phases") else _Stock(trainer)
-
-
-class Host:
-    """The control plane, the gate, the ledger and the deadlines of a run: those of our strategy."""
-
-    is_stock = False
-    """Whether the strategy is Lightning's: who asks for the gate opens it, and nobody has compared the ranks yet."""
-    plane: ControlPlane
-    folder: Path
-
-    def __init__(self, trainer: Trainer) -> None:
-        strategy: Any = trainer.strategy
-        self._strategy = strategy
-        self.plane, self.folder = strategy.plane, strategy.home
-
-    def note(self, kind: str, **fields: Any) -> None:
-        """Writes one event into the ledger."""
-        self._strategy.note(kind, **fields)
-
-    @property
-    def patience(self) -> timedelta:
-        """How long a rank waits for its peers now."""
-        return cast("timedelta", self._strategy.phases.patience)
-
-    def gate(self, trainer: Trainer) -> BatchGate:
-        """The gate of this run; the strategy is set up."""
-        return cast("BatchGate", self._strategy.gate)
-
-    def step_parts(self) -> Mapping[str, float]:
-        """Seconds that this rank has spent in each part of its steps, added up; empty where nobody measures them."""
-        return cast("Mapping[str, float]", self._strategy.times.parts())
-
-    def report(self, error: BaseException) -> None:
-        """Tells the peers of an error, unless the strategy does; never raises."""
-
-    def close(self) -> None:
-        """Puts everything back."""
-
-
-class _Stock(Host):
-    """On a strategy of Lightning's: the store of the default process group carries the messages."""
-
-    is_stock = True
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.plane = connect_over(World.of(trainer), _compat.default_store(), self.patience)
-        self.plane.listen()
-        self.folder = folder_of_run(trainer.default_root_dir)
-        self._events = EventLog(self.folder, trainer.global_rank, run_id=self.plane.run_id)
-        self._gate: BatchGate | None = None
-        self._has_failed = False
-
-    def note(self, kind: str, **fields: Any) -> None:
-        self._events.write(kind, **fields)
-
-    @property
-    def patience(self) -> timedelta:
-        return group_timeout(_DEFAULTS.deadline(Phase.SETUP), "abort")
-
-    def step_parts(self) -> Mapping[str, float]:
-        return {}
-
-    def gate(self, trainer: Trainer) -> BatchGate:
-        self._gate = BatchGate(trainer, self.plane, waits=self)
-        return self._gate
-
-    def report(self, error: BaseException) -> None:
-        self._has_failed = True
-        if not isinstance(error, SIGTERMException):
-            self.plane.report_failure(error)
-
-    def close(self) -> None:
-        if self._gate is not None:
-            self._gate.close()
-        part(self.plane, self.patience, has_failed=self._has_failed)
-        self._events.close()
 
 
 # -- every rank's bytes on every rank ----------------------------------------------------------------------------------

@@ -197,9 +197,9 @@ _LEAST_CHANGE = 0.1
 _CACHED = (Phase.SETUP, Phase.RESUME)
 _MEASURED = (*_CACHED, Phase.STEP, Phase.VALIDATION, Phase.CHECKPOINT)
 _KEPT = {
-    Phase.RENDEZVOUS: "the default: no checkpoint is read before it",
-    Phase.DATA: "the default: no checkpoint is read before it",
-    Phase.TEARDOWN: "the default: no checkpoint is saved after it",
+    Phase.RENDEZVOUS.value: "the default: no checkpoint is read before it",
+    Phase.DATA.value: "the default: no checkpoint is read before it",
+    Phase.TEARDOWN.value: "the default: no checkpoint is saved after it",
 }
 _FLOORS = {phase: Timeouts().deadline(phase) * _FLOOR_SHARE if phase in _CACHED else _FLOOR for phase in _MEASURED}
 
@@ -259,10 +259,12 @@ class Calibration:
             name, found = phase.value, self._review(phase, of_all_ranks)
             if found is None:
                 self.reasons.setdefault(name, f"the default: none in the first {self._gates} steps")
-            elif self._differs(phase, found[0]):
+                continue
+            last = self.deadlines_s.get(name)
+            if last is None or abs(found[0] - last) > _LEAST_CHANGE * last:
                 self.deadlines_s[name], self.reasons[name] = found
                 has_changed = True
-        self._explain_kept()
+        self.reasons |= _KEPT
         self._gates_left = self._gates_to_next()
         return has_changed
 
@@ -283,10 +285,6 @@ class Calibration:
         bound = "; that is the least" if wanted < floor else "; the default is the most" if wanted > limit else ""
         return min(max(floor, wanted), limit).total_seconds(), f"{self._factor:g} times {basis}{bound}"
 
-    def _differs(self, phase: Phase, seconds: float) -> bool:
-        last = self.deadlines_s.get(phase.value)
-        return last is None or abs(seconds - last) > _LEAST_CHANGE * last
-
     def _gates_to_next(self) -> int:
         """The same on all ranks, because what it follows from is."""
         longest_s = self._longest_s.get(Phase.STEP.value, 0.0)
@@ -298,11 +296,7 @@ class Calibration:
         known = {phase.value for phase in _MEASURED}
         self.deadlines_s = {name: seconds for name, seconds in deadlines_s.items() if name in known}
         self._longest_s = {name: seconds / self._factor for name, seconds in self.deadlines_s.items()}
-        self.reasons = dict.fromkeys(self.deadlines_s, "from the checkpoint, measured by the run that wrote it")
-        self._explain_kept()
-
-    def _explain_kept(self) -> None:
-        self.reasons |= {phase.value: why for phase, why in _KEPT.items()}
+        self.reasons = dict.fromkeys(self.deadlines_s, "from the checkpoint, measured by the run that wrote it") | _KEPT
 
     def timeouts(self) -> Timeouts:
         """The defaults, with what was found in their place."""

@@ -16,13 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from lightning_distplus.checkpoint import files
-from lightning_distplus.checkpoint.catalog import (
-    CheckpointState,
-    Report,
-    line_of_newest,
-    look,
-    newest_first,
-)
+from lightning_distplus.checkpoint.catalog import CheckpointState, Report, line_of_newest, look, newest_first
 from lightning_distplus.checkpoint.commit import claim, publish
 from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, Stage
 from lightning_distplus.checkpoint.manifest import Manifest

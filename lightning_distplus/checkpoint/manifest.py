@@ -111,14 +111,7 @@ class Manifest:
                 "Load it with the release of lightning-distplus that wrote it."
             )
         # Early manifests have not all of the fields.
-        added: dict[str, Any] = {
-            "layout": {},
-            "deadlines_s": {},
-            "configuration": None,
-            "parent": None,
-            "tensors": None,
-        }
-        document = {**added, **document}
+        document = {"layout": {}, "deadlines_s": {}, "configuration": None, "parent": None, "tensors": None, **document}
         fields = {name: _take(document, source, name, *rule) for name, rule in _FIELDS.items()}
         fields["committed_at"] = float(fields["committed_at"])
         return cls(**fields, files=_take_files(document, source))

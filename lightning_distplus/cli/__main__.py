@@ -69,6 +69,10 @@ distplus fit --config my.yaml --print_config
 distplus validate --config my.yaml --ckpt_path auto
 distplus test --config my.yaml --ckpt_path auto
 distplus predict --config my.yaml --ckpt_path auto
+distplus launch --nproc 8 --max-restarts 10 train.py --lr 1e-3
+distplus launch --nproc 8 --window 1d -- fit --config recipe:tiny_cpu_fsdp
+distplus launch slurm --nodes 2 --gpus-per-node 8 -- fit --config x.yaml > job
+distplus launch slurm --nodes 2 --time 1-00 --submit -- fit --config x.yaml
 distplus prepare notes.txt --output data/notes --vocab_size 4096
 distplus prepare slimpajama/ --output sp --tokenizer llama2/ --shuffle_seed 1
 distplus audit runs/x --json

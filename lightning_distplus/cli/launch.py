@@ -31,14 +31,6 @@ names none.
 exit codes: 0 done, 143 stopped when asked, 174 no progress over restarts (do
 not requeue); else that of the rank that ended the last attempt, a signal as
 128 and its number.
-
-examples:
-  distplus launch --nproc 8 --max-restarts 10 train.py --lr 1e-3
-  distplus launch --nproc 8 --window 1d -- fit --config recipe:tiny_cpu_fsdp
-"""
-_SLURM_EPILOG = """examples:
-  distplus launch slurm --nodes 2 --gpus-per-node 8 -- fit --config x.yaml > job
-  distplus launch slurm --nodes 2 --time 1-00 --submit -- fit --config x.yaml
 """
 # Of torchrun's command line, what has no meaning here: all output is in files and shown, and ranks are numbered by who
 # meets.
@@ -236,10 +228,8 @@ def _run_slurm(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="distplus launch slurm",
         usage="distplus launch slurm [--submit] [options] -- fit ...",
-        description="Print a batch script that starts one task per rank and is requeued after a\n"
-        "committed save; or submit it.",
-        epilog=_SLURM_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Print a batch script that starts one task per rank and is requeued after a committed save; or "
+        "submit it.",
     )
     add = parser.add_argument
     add("--nodes", type=int, default=1, help="hosts (default: 1)")

@@ -8,7 +8,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_distplus import _compat, env
 from lightning_distplus.cli import import_from_here, print_json, stdout, table
 from lightning_distplus.cli.preflight import add_wishes, exit_code_of, print_findings, wishes
-from lightning_distplus.cli.training import DistplusCLI
+from lightning_distplus.cli.training import DistplusCLI, explain
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.progress import data_parallel
 from lightning_distplus.errors import PreflightError
@@ -282,7 +282,7 @@ def _rehearse(found: Rehearsal, arguments: argparse.Namespace, rest: list[str]) 
             cli = RehearsalCLI(rest, run=False)
     except (Exception, SystemExit) as error:
         remedy = "Mend the file or the option that it names"
-        found.add("config", Status.ERROR, "The configuration cannot be built.", f"{error}", remedy)
+        found.add("config", Status.ERROR, "The configuration cannot be built.", explain(f"{error}")[0], remedy)
         return
     found.strategy = type(cli.trainer.strategy).__name__
     found.layout = cli.layout
@@ -402,15 +402,12 @@ def _checkpoint(found: Rehearsal, cli: Any, states: float) -> None:
         seconds = size / 1e6 / mb_per_s
         found.checkpoint.update({"folder": str(folder), "mb_per_s": round(mb_per_s, 1), "seconds": round(seconds, 1)})
         if size > free:
-            yield Finding(
-                status=Status.ERROR,
-                subject=f"One checkpoint has {_gib(size)} GiB, and its folder has room for {_gib(free)}.",
-                detail=str(folder),
-                remedy="Save to another folder, or rehearse where the run will save (--off checkpoint)",
-            )
+            subject = f"One checkpoint has {_gib(size)} GiB, and its folder has room for {_gib(free)}."
+            remedy = "Save to another folder, or rehearse where the run will save (--off checkpoint)"
+            yield Finding.error(subject, detail=str(folder), remedy=remedy)
         elif 2 * size > free:
             subject = "The folder has room for one checkpoint only; the next is written beside it."
-            yield Finding(status=Status.WARNING, subject=subject, detail=f"{folder}: {_gib(free)} GiB free")
+            yield Finding.warning(subject, detail=f"{folder}: {_gib(free)} GiB free")
 
     found.findings += run_checks({"checkpoint": speed}, Facts(variables={}))
 
@@ -440,8 +437,7 @@ def _tell(found: Rehearsal, elapsed_s: float, names: list[str]) -> None:
             samples = "" if row["samples"] is None else f"{row['samples']:,}"
             shown.add_row(f"{row['step']:,}", samples, ", ".join(f"{value:.4g}" for value in row["lr"]))
         stdout().print(shown)
-    with suppress(PreflightError):
-        print_findings(found.findings, Facts(), names, elapsed_s)
+    print_findings(found.findings, Facts(), names, elapsed_s)
 
 
 def _gib(size_bytes: float) -> str:

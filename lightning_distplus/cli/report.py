@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import deque
@@ -93,9 +94,10 @@ def _parser() -> argparse.ArgumentParser:
         help="give the verdict on a job that did not use this package: FOLDER holds one dump of torch's Flight "
         "Recorder per rank (nccl_trace_rank_0, ...), pickled or JSON, format 2.x",
     )
-    add("--json", action="store_true", help="print the data of the report; with --dumps all fields of the verdict")
+    how = parser.add_mutually_exclusive_group().add_argument
+    how("--json", action="store_true", help="print the data of the report; with --dumps all fields of the verdict")
+    how("--follow", action="store_true", help="show it anew every 2 s while the run goes on")
     add("--html", type=Path, metavar="FILE", help="write the report as one page, which needs no network")
-    add("--follow", action="store_true", help="show it anew every 2 s while the run goes on")
     failures = "mean time between failures, such as 12h, for the advice on checkpoints"
     add("--mtbf", type=duration, metavar="DURATION", help=failures)
     add("--run-id", help="one run only, where several have written to that folder (default: all)")
@@ -311,20 +313,24 @@ class LiveRun:
     def refresh(self) -> None:
         """Reads what is new. A line that is not whole yet is read the next time."""
         for path in ledger_files(self._home, has_launcher=False):
-            if "." in path.stem:  # what is in it has been read, or is old
-                continue
-            with path.open("rb") as file:
-                if path.stat().st_size < self._read.get(path, 0):  # a new file of that name
-                    self._read[path] = 0
-                file.seek(self._read.get(path, 0))
-                data = file.read()
-            whole = data.rfind(b"\n") + 1
-            self._read[path] = self._read.get(path, 0) + whole
-            for line in data[:whole].splitlines():
-                if (event := parse_event(line)) is not None:
-                    self._take(event)
+            if "." not in path.stem:  # what is in the others has been read, or is old
+                with suppress(FileNotFoundError):  # it is being rotated: the next one is not there yet
+                    self._read_on(path)
         for rank in self._ranks.values():
             rank.parts = step_parts(rank.windows) if rank.windows else {}
+
+    def _read_on(self, path: Path) -> None:
+        begin = self._read.get(path, 0)
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < begin:  # a new file of that name
+                begin = 0
+            file.seek(begin)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._read[path] = begin + whole
+        for line in data[:whole].splitlines():
+            if (event := parse_event(line)) is not None:
+                self._take(event)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         key = (event["run_id"], event["attempt"])

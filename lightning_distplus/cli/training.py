@@ -150,26 +150,17 @@ class DistplusCLI(LightningCLI):
             self._refuse(error)
 
     def before_fit(self) -> None:
-        """Resolves ``--ckpt_path auto``; nothing to resume from means a fresh start."""
-        self._resolve_auto(is_required=False)
-
-    def before_validate(self) -> None:
-        """Resolves ``--ckpt_path auto``."""
-        self._resolve_auto(is_required=True)
-
-    before_test = before_predict = before_validate
-
-    def _resolve_auto(self, *, is_required: bool) -> None:
+        """Resolves ``--ckpt_path auto``; where a fit has nothing to resume from, it starts anew."""
         config = self.config_init[self.subcommand]
         if config["ckpt_path"] != AUTO:
             return
         try:
-            found = newest_checkpoint(self.trainer, allow_fresh=config["allow_fresh"])
-            if found is None and is_required:
-                raise ValueError(f"ckpt_path auto found no checkpoint to {self.subcommand}. Name one by its path.")
+            found = newest_checkpoint(self.trainer, str(self.subcommand), allow_fresh=config["allow_fresh"])
         except (ValueError, OSError, DistplusError) as error:
             self._refuse(error)
         config["ckpt_path"] = None if found is None else str(found)
+
+    before_validate = before_test = before_predict = before_fit
 
     def _refuse(self, error: Exception) -> None:
         """Ends the process before anything has begun; no other rank waits for this one yet."""

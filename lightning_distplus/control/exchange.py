@@ -231,7 +231,8 @@ class Exchange:
         self._leads = self._rank == self._ranks[0]
         self._roll = Roll(plane, name)
         self._outcome_key = f"{name}/outcome"
-        self.keys = [*self._roll.keys, self._outcome_key]
+        self.first_keys = [self._roll.keys[1], self._outcome_key]
+        """Those of its first number."""
         self.number = 0
         self._take_place(list(plane.world.ranks), mmap.mmap(-1, SharedRecords.num_bytes(plane.world.size)))
 

@@ -496,7 +496,7 @@ class ControlPlane:
         exchange = Exchange(self, key)
         exchange.post(b"")
         exchange.collect(deadline, what=what)
-        return exchange.keys
+        return exchange.first_keys
 
     def _present(self, keys: Sequence[str]) -> set[int]:
         """Which of the keys, one per rank, are there."""

@@ -91,10 +91,8 @@ def why_not(loader: Any) -> str | None:
         return f"{name} iterates in a way of its own. {_TWO_LINES}"
     data, data_name = loader.dataset, type(loader.dataset).__qualname__
     is_stream = isinstance(data, IterableDataset)
-    if is_stream and takes_the_position(data):
-        return f"The state_dict() of {data_name} takes arguments: only its own loader can ask for it. {_TWO_LINES}"
-    if is_stream and not has_state(data) and not _is_stateful(loader):
-        return f"{data_name} is iterable and has no state_dict() with a load_state_dict(). {_TWO_LINES}"
+    if is_stream and (takes_the_position(data) or not (has_state(data) or _is_stateful(loader))):
+        return f"{data_name} is iterable, without a load_state_dict() and a state_dict() of no arguments. {_TWO_LINES}"
     if not loader.in_order:
         return "With in_order=False workers deliver batches in any order. Leave it out."
     for sampler in () if is_stream else (loader.batch_sampler, loader.sampler):
@@ -152,10 +150,11 @@ class _Pass:
     skip: int  # its batches that a resume leaves out
     saved: Mapping[str, Any] | None  # this pass in the checkpoint, if it began in an earlier process
     key: int | None  # of the seeds of its samples
+    has_ended: bool  # whether it has given all its batches
     at_iter: States = field(default_factory=dict)  # when torch asks the sampler for an iterator, where some draw
     at_draw: States | None = None  # and when it asks for the first index, where others do
-    source: Iterator[Any] = field(init=False)  # what the sampler, or batch sampler, gives behind what is
-    drawn: list[Any] = field(default_factory=list)  # with the first index, or again
+    source: Iterator[Any] = field(init=False)  # what the sampler, or batch sampler, still gives
+    drawn: list[Any] = field(default_factory=list)  # what it has given: the first index, or those of the checkpoint
     num_drawn: int = 0  # how often one whose indices are looked at has been asked for more
     digest: int = 0  # of what it gave
     asked: deque[tuple[Any, int]] = field(default_factory=deque)  # not delivered yet: an index, the samples before it
@@ -234,8 +233,30 @@ class MapOrder:
 
         It begins with its first batch: Lightning makes iterators that it does not use.
         """
-        fit, loader = self.fit, self.loader
-        starts, epoch = fit.begin(self), fit.epoch
+        if (this := self._next_pass()) is None:
+            yield from iterate()
+        elif not this.has_ended:
+            if this.saved is None and this.number == 0 and self.fit.has_unused_iterators(self.loader):
+                torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            with generators_kept() if this.saved is not None else nullcontext():
+                batches = iterate_with(self._shown(this), self.loader, iterate)
+                self._draw(this)
+            for batch in batches:
+                self.delivered = this.epoch, *this.asked.popleft()  # torch delivers in the order in which it has asked
+                yield batch
+            this.has_ended = True
+
+    def _next_pass(self) -> _Pass | None:
+        """The pass that begins; None where somebody else looks at the data while the Trainer is in a pass."""
+        fit = self.fit
+        starts, (epoch, batch) = fit.begin(self), fit.here
+        before = next((one for one in self._passes[-1:] if one.epoch == epoch and not one.has_ended), None)
+        if before is not None and batch > before.first_batch + before.skip:
+            return None
+        if before is not None:  # somebody else has looked at them before the Trainer began
+            self._passes.remove(before)
+            if before.saved is not None:
+                starts.appendleft(before.saved)
         saved = starts.popleft() if starts and starts[0]["epoch"] == epoch else None
         number = max((one.number + 1 for one in self._passes if one.epoch == epoch), default=0)
         number, skip = (number, 0) if saved is None else (saved["number"], saved["batch"])
@@ -243,23 +264,19 @@ class MapOrder:
             while len(self._passes) > 1 and self._passes[1].place <= (position.epoch, position.batches):
                 self._passes.pop(0)  # no checkpoint can stand there any more
         key = None if (key := fit.key_of(self)) is None else derive_key(key, epoch, number)
-        this = _Pass(epoch, number, fit.batch - skip, skip, saved, key)
-        self._passes.append(this)
-        if skip and skip >= len(loader):
-            return
+        has_ended = 0 < len(self.loader) <= skip
+        self._passes.append(_Pass(epoch, number, batch - skip, skip, saved, key, has_ended))
+        return self._passes[-1]
+
+    def _shown(self, this: _Pass) -> dict[str, Any]:
+        """What torch's iterator reads in the place of the loader's attributes."""
+        loader = self.loader
         used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
-        if key is not None:
+        if this.key is not None:
             used["dataset"] = _SeededDataset(loader.dataset)
-        if loader.persistent_workers and (epoch, number) != (0, 0):
+        if loader.persistent_workers and (this.epoch, this.number) != (0, 0):
             used["generator"] = torch.Generator()  # the seed of such workers is drawn once in a run
-        elif saved is None and number == 0 and fit.has_new_loaders:
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        with generators_kept() if saved is not None else nullcontext():
-            batches = iterate_with(used, loader, iterate)
-            self._draw(this)
-        for batch in batches:
-            self.delivered = epoch, *this.asked.popleft()  # torch delivers in the order in which it has asked
-            yield batch
+        return used
 
     def __len__(self) -> int:
         return len(self.sampler if self._batches is None else self._batches)
@@ -417,7 +434,7 @@ class LoaderResume(InStep):
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._position: Position | None = None  # and where it will be
         self._starts: dict[int, deque[Mapping[str, Any]]] | None = {}  # passes to begin again; None: not found yet
-        self._begun_epoch = -1
+        self._has_begun = False  # an epoch; behind a checkpoint without a place it may begin inside
         self._has_warned = False  # of a state that no checkpoint can hold
         self._num_seeds = 0  # of workers, drawn before the generators are those of the checkpoint
         self._has_foreign_states = False  # of a StatefulDataLoader, in a checkpoint that Lightning wrote alone
@@ -438,22 +455,17 @@ class LoaderResume(InStep):
     # -- what a loader asks for
 
     @property
-    def epoch(self) -> int:
-        """The epoch that runs, or comes next."""
-        here = self._position
-        return int(self.trainer.fit_loop.epoch_progress.current.processed) if here is None else here.epoch
+    def here(self) -> tuple[int, int]:
+        """The epoch that runs, or comes next, and the batch of it that is fetched now."""
+        if self._position is not None:
+            return self._position.epoch, self._position.batches
+        loop = self.trainer.fit_loop
+        return int(loop.epoch_progress.current.processed), int(loop.epoch_loop.batch_progress.current.ready)
 
-    @property
-    def batch(self) -> int:
-        """The batch of the epoch that is fetched now."""
-        here = self._position
-        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready) if here is None else here.batches
-
-    @property
-    def has_new_loaders(self) -> bool:
-        """Whether Lightning makes the loaders of this epoch anew, and an iterator of them that it does not use."""
-        every = self.trainer.reload_dataloaders_every_n_epochs
-        return bool(every > 0 and self.epoch > 0 and self.epoch % every == 0)
+    def has_unused_iterators(self, loader: DataLoader[Any]) -> bool:
+        """Whether Lightning has made an iterator of a new loader that it does not use, with a seed of its own."""
+        every, (epoch, _) = self.trainer.reload_dataloaders_every_n_epochs, self.here
+        return bool(every > 0 and epoch > 0 and epoch % every == 0 and not loader.persistent_workers)
 
     def position(self) -> Position | None:
         """Where a run that is resumed now would go on; None before training starts."""
@@ -463,13 +475,14 @@ class LoaderResume(InStep):
         """The passes of a checkpoint that a loader begins again; called when the first batch of a pass is due."""
         if self._loaded is not None and self._why_not() is None:
             self._find_starts(self._loaded)
-        if self.cursor is not None and self.epoch != self._begun_epoch:
-            self._begun_epoch = self.epoch
+        epoch, batch = self.here
+        if self.cursor is not None and (batch == 0 or not self._has_begun):
+            self._has_begun = True
             self.cursor.begin_epoch()
         if self.timer is not None:
             self.timer.go_on()
         starts = (self._starts or {}).get(self._place_of(order), deque())
-        while starts and starts[0]["epoch"] < self.epoch:
+        while starts and starts[0]["epoch"] < epoch:
             starts.popleft()
         return starts
 
@@ -551,8 +564,7 @@ class LoaderResume(InStep):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Puts the loops at a loaded position, or refuses other data; warns where a later resume would not be exact."""
-        self.cursor, self._begun_epoch = None, -1
-        loaded, self._loaded = self._loaded, None
+        self.cursor, loaded, self._loaded = None, self._loaded, None
         if (why := self._why_not()) is not None:
             if loaded is not None and loaded["position"]["batches"]:
                 _refuse(why)

@@ -555,7 +555,7 @@ class StreamOrder:
 
     def batches(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """One pass, or the rest of one of a checkpoint; it begins with its first batch, as of map-style data."""
-        starts, epoch = self.fit.begin(self), self.fit.epoch
+        starts, (epoch, _) = self.fit.begin(self), self.fit.here
         if starts and starts[0]["epoch"] > epoch:  # a resume where nothing is left of this one
             return
         saved = starts.popleft() if starts else None

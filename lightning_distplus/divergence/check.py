@@ -13,19 +13,22 @@ from contextlib import suppress
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import xxhash
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import GateRecord
+from lightning_distplus.control import ControlPlane, GateRecord, connect_over, part
 from lightning_distplus.errors import DivergenceError, install_exit_codes, refuse_other_trainer
+from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.majority import disagreement, first_difference, is_equal
-from lightning_distplus.run_access import host_of
+from lightning_distplus.timeouts import Phase, Timeouts, group_timeout
 from lightning_distplus.trainer_gate import BatchGate, GateParticipant
 from lightning_distplus.watchdog.verdict import Verdict, name_incident
+from lightning_distplus.world import World
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -36,6 +39,7 @@ _BLOCKING = frozenset(
     | {"collective", "structure", "arguments", "end"}  # of two calls that do not belong together
 )
 """The ranks stand at different points: to go on would be to hang."""
+_STOCK_PATIENCE = group_timeout(Timeouts().deadline(Phase.SETUP))
 _REMEDY = re.compile(r"do: |Nothing was exchanged\. ")
 
 
@@ -47,24 +51,41 @@ def digest(value: Any) -> int:
 class MonitoredRun:
     """The run, as the checks see it: what they need to meet the other ranks, and to tell of a difference.
 
+    Here control plane, gate, ledger and deadlines are those of our strategy.
+
     Args:
         trainer: Its model is built; the engine has not wrapped it.
         monitor: Whose checks see it.
     """
 
+    is_stock = False
+    """Whether the strategy is Lightning's: the monitor opens the gate, and compares what must be equal at the start."""
     gate: BatchGate
     """Where the ranks meet; it is there once the engine has wrapped the model."""
 
     def __init__(self, trainer: Any, monitor: GateMonitor) -> None:
         self.trainer: Trainer = trainer
         self.module: LightningModule = trainer.lightning_module
-        self.host = host_of(trainer)
-        self.plane, self.rank = self.host.plane, self.host.plane.world.rank
-        self.note, self.step_parts = self.host.note, self.host.step_parts
+        self.strategy: Any = trainer.strategy
+        self.plane, self.folder = self.connect()
+        self.rank = self.plane.world.rank
         self.on_divergence, self.skips, self.budget = monitor.on_divergence, monitor.skips, Budget(monitor.budget)
         self.parameters_every_n_steps = monitor.parameters_every_n_steps
         self.monitor = monitor
         self._warned: set[str] = set()
+
+    @staticmethod
+    def of(trainer: Trainer, monitor: GateMonitor) -> MonitoredRun:
+        """With the means of our strategy where it is one."""
+        return (MonitoredRun if hasattr(trainer.strategy, "phases") else _StockRun)(trainer, monitor)
+
+    def connect(self) -> tuple[ControlPlane, Path]:
+        """The control plane, and the folder of the artefacts."""
+        return self.strategy.plane, self.strategy.home
+
+    def find_gate(self) -> BatchGate:
+        """The gate of this run; the strategy is set up."""
+        return cast("BatchGate", self.strategy.gate)
 
     @property
     def is_attached(self) -> bool:
@@ -74,7 +95,21 @@ class MonitoredRun:
     @property
     def patience(self) -> timedelta:
         """How long a rank waits for its peers now."""
-        return self.host.patience
+        return cast("timedelta", self.strategy.phases.patience)
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes one event into the ledger."""
+        self.strategy.note(kind, **fields)
+
+    def step_parts(self) -> Mapping[str, float]:
+        """Seconds that this rank has spent in each part of its steps, added up; empty where nobody measures them."""
+        return cast("Mapping[str, float]", self.strategy.times.parts())
+
+    def report(self, error: BaseException) -> None:
+        """Tells the peers of an error, unless the strategy does; never raises."""
+
+    def close(self) -> None:
+        """Puts everything back."""
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, in rank order; plain JSON values, at most 1 MiB."""
@@ -123,7 +158,47 @@ class MonitoredRun:
             parameter=parameter, ends_run=ends_run,
         )  # fmt: skip
         with suppress(OSError):
-            verdict.write(Path(self.host.folder), world.host)
+            verdict.write(self.folder, world.host)
+
+
+class _StockRun(MonitoredRun):
+    """On a strategy of Lightning's the store of the default process group carries the messages."""
+
+    is_stock = True
+    _gate: BatchGate | None = None
+    _has_failed = False
+
+    def connect(self) -> tuple[ControlPlane, Path]:
+        plane = connect_over(World.of(self.trainer), _compat.default_store(), self.patience)
+        plane.listen()
+        folder = folder_of_run(self.trainer.default_root_dir)
+        self._events = EventLog(folder, plane.world.rank, run_id=plane.run_id)
+        return plane, folder
+
+    def find_gate(self) -> BatchGate:
+        self._gate = BatchGate(self.trainer, self.plane, waits=self)
+        return self._gate
+
+    @property
+    def patience(self) -> timedelta:
+        return _STOCK_PATIENCE
+
+    def note(self, kind: str, **fields: Any) -> None:
+        self._events.write(kind, **fields)
+
+    def step_parts(self) -> Mapping[str, float]:
+        return {}
+
+    def report(self, error: BaseException) -> None:
+        self._has_failed = True
+        if not isinstance(error, SIGTERMException):
+            self.plane.report_failure(error)
+
+    def close(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
+        part(self.plane, self.patience, has_failed=self._has_failed)
+        self._events.close()
 
 
 class Check:
@@ -398,7 +473,7 @@ class GateMonitor(Callback, GateParticipant):
         if stage != "fit" or trainer.world_size == 1:
             return
         install_exit_codes()
-        self._run = MonitoredRun(trainer, self)
+        self._run = MonitoredRun.of(trainer, self)
         self.num_divergences = 0
         _compat.wrap_method(trainer.strategy, "setup", self._set_up, "the ranks are not compared")
 
@@ -413,7 +488,7 @@ class GateMonitor(Callback, GateParticipant):
         self._attach(self._run)
 
     def _attach(self, run: MonitoredRun) -> None:
-        run.gate = run.host.gate(run.trainer)
+        run.gate = run.find_gate()
         run.gate.add(self)
         for check in self.checks:
             check.attach()
@@ -438,7 +513,7 @@ class GateMonitor(Callback, GateParticipant):
         idle += [] if self._hooks["train_batch_end"] or trainer.loggers else ["on_train_batch_end"]
         own = [name for name in idle if getattr(type(self), name, None) is getattr(GateMonitor, name, None)]
         _compat.skip_step_hooks(self, *own)
-        if run.host.is_stock:
+        if run.is_stock:
             run.gate.open()
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -536,7 +611,7 @@ class GateMonitor(Callback, GateParticipant):
         """Tells the peers, where the strategy does not, and steps aside; never raises."""
         if self._run is not None and self._run.is_attached:
             self._run.gate.is_open = False
-            self._run.host.report(exception)
+            self._run.report(exception)
             self._detach()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -545,7 +620,7 @@ class GateMonitor(Callback, GateParticipant):
         if self._run is not None:
             _compat.restore_method(trainer.strategy, "setup")
             _compat.restore_method(trainer.strategy, "on_train_start")
-            self._run.host.close()
+            self._run.close()
         self._run = None
         self._hooks = {hook: [] for hook in _CHECK_HOOKS}
         _compat.restore_step_hooks(self)

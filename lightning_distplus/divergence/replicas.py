@@ -45,9 +45,6 @@ def fingerprint_of_each(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([_of_pieces([tensor]) for tensor in tensors])
 
 
-_Bytes = ctypes.Array[ctypes.c_char]
-
-
 class _Piece(NamedTuple):
     """A part of one tensor: the elements ``start`` to ``stop`` of its flat view."""
 
@@ -71,31 +68,16 @@ class Windows:
         self._tensors = list(tensors)
         self.count = count
         self.pieces = _cut(self._tensors, count)
-        self._known: dict[int, tuple[tuple[int, int, torch.dtype], _Bytes]] = {}
 
     def fingerprint(self, number: int) -> int | Tensor | None:
         """Of window ``number % count``, None if empty; elsewhere than on a CPU a 0-dim int64 there, without waiting."""
         pieces = self.pieces[number % self.count]
         if not pieces:
             return None
-        parts = [self._bytes_of(piece) for piece in pieces]
-        if None not in parts:
-            return _hashed(parts)  # type: ignore[arg-type]
-        flat = ((self._tensors[piece.number].detach().reshape(-1), piece) for piece in pieces)
-        return _of_pieces([one[piece.start : piece.stop] for one, piece in flat])
-
-    def _bytes_of(self, piece: _Piece) -> _Bytes | None:
-        """Of a whole tensor that lies in the memory of the CPU; those that lie where they lay are known."""
-        tensor = self._tensors[piece.number]
-        if not tensor.is_cpu or piece.stop - piece.start != tensor.numel() or not tensor.is_contiguous():
-            return None
-        place = tensor.data_ptr(), tensor.numel(), tensor.dtype
-        known = self._known.get(piece.number)
-        if known is None or known[0] != place:
-            if not _is_held(tensor):
-                return None
-            known = self._known[piece.number] = place, _bytes_of(tensor)
-        return known[1]
+        held = [(self._tensors[piece.number], piece) for piece in pieces]
+        if all(one.is_cpu and one.is_contiguous() and _is_held(one) for one, _ in held):  # ten times as fast as slices
+            return _hashed(_bytes_of(one, piece.start, piece.stop) for one, piece in held)
+        return _of_pieces([one.detach().reshape(-1)[piece.start : piece.stop] for one, piece in held])
 
 
 def _cut(tensors: Sequence[Tensor], count: int) -> list[list[_Piece]]:
@@ -129,15 +111,16 @@ def _of_pieces(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return from_sums(tensors)
     wholes = [one.detach().contiguous() for one in tensors if _is_held(one)]
-    return torch.tensor(_hashed([_bytes_of(whole) for whole in wholes]))  # while they live: some are copies
+    return torch.tensor(_hashed(_bytes_of(whole, 0, whole.numel()) for whole in wholes))  # while copies among them live
 
 
-def _bytes_of(tensor: Tensor) -> _Bytes:
+def _bytes_of(tensor: Tensor, start: int, stop: int) -> ctypes.Array[ctypes.c_char]:
     """Not by ``numpy()``: that makes the storage one that FSDP2 cannot free and fill again."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    size = tensor.element_size()
+    return (ctypes.c_char * ((stop - start) * size)).from_address(tensor.data_ptr() + start * size)
 
 
-def _hashed(parts: Sequence[_Bytes]) -> int:
+def _hashed(parts: Iterable[ctypes.Array[ctypes.c_char]]) -> int:
     hasher = xxhash.xxh3_64()
     for part in parts:
         hasher.update(part)
@@ -349,7 +332,8 @@ def _look_closer(
         part for part, right in enumerate(prints[reference]) if any(prints[rank][part] != right for rank in others)
     ][:_SHOWN_PARTS]
     joined = torch.cat([piece[:0] for piece in pieces[:1]] + [pieces[part] for part in parts]) if pieces else None
-    raw = exchange("elements", b"" if joined is None else bytes(_bytes_of(joined.cpu()))[:_MAX_BYTES])
+    shown = b"" if joined is None else bytes(joined.cpu().view(torch.uint8).numpy())[:_MAX_BYTES]
+    raw = exchange("elements", shown)
     if not parts:
         return {"values": dict.fromkeys(holders, "?")}
     elements = {rank: torch.frombuffer(bytearray(raw[rank]), dtype=dtype) for rank in holders}

@@ -6,7 +6,8 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -51,7 +52,7 @@ class StartCheck(Check):
         self._compare(state_before_training(self.run.trainer))
 
     def _compare(self, mine: Statement) -> None:
-        if not self.run.host.is_stock:  # the strategy has compared
+        if not self.run.is_stock:  # the strategy has compared
             return
         for found in disagreements(self.run.plane, mine, self.run.patience, {}):
             assert isinstance(found, Disagreement)
@@ -211,7 +212,6 @@ _SAME_IN_A_ROW = 2
 _OF_SAMPLER = ("epoch", "seed", "num_replicas", "total_size")
 _ABSENT = -(1 << 32)  # a number, because the hash of None is not the same in every process
 _SHOWN_IDS = 8
-_MOST_KINDS = 256  # of sequences by their length there may be many, when sizes count
 
 
 class BatchCheck(Check):
@@ -229,7 +229,6 @@ class BatchCheck(Check):
     def __init__(self, every_n_steps: int, shapes: BatchShapes = "any") -> None:
         self._every = every_n_steps
         self._has_sizes = shapes == "equal"
-        self._structures: dict[Hashable, int] = {}
         self._num_said = self._num_shared = 0
         self._batch: Any = None
         self._replicas: list[int] = []
@@ -257,7 +256,7 @@ class BatchCheck(Check):
         fields: dict[str, Any] = {"data_fingerprint": hash(self._numbers_of_place()) & _MASK}
         if rest == 0:
             if self._compares_structure:
-                fields["batch_structure"] = self._structure_of(batch)
+                fields["batch_structure"] = digest(_structure(batch, self._has_sizes))
             if turn % self.run.budget.exceeds("batch", self._every) == 0:
                 began = time.thread_time()
                 ids = self.run.sample_ids()
@@ -279,16 +278,6 @@ class BatchCheck(Check):
             self._require_equal_peers(contents)
             self._require_own_samples(contents)
             self._last_contents = contents
-
-    def _structure_of(self, batch: Any) -> int:
-        """64 bits of the structure; each is computed once, as a run has few and asks before every step."""
-        kind = _kind(batch, self._has_sizes)
-        found = self._structures.get(kind)
-        if found is None:
-            if len(self._structures) >= _MOST_KINDS:
-                self._structures.clear()
-            found = self._structures[kind] = digest(_structure(batch, self._has_sizes))
-        return found
 
     # -- place -------------------------------------------------------------------------------------------------------
 
@@ -366,7 +355,6 @@ class BatchCheck(Check):
 _MAX_LEAVES = 64
 _WHOLE_BYTES = 8 << 10
 _PROBES = 64
-_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def _structure(batch: Any, has_sizes: bool) -> dict[str, str]:
@@ -375,28 +363,18 @@ def _structure(batch: Any, has_sizes: bool) -> dict[str, str]:
     Sizes may differ between ranks: sequences have different lengths, the last batch of an epoch is smaller. A list is
     told by its first element, because it holds one for each sample.
     """
-    found: dict[str, str] = {}
-    for path, leaf in itertools.islice(_leaves(batch, "batch"), _MAX_LEAVES):
-        if isinstance(leaf, torch.Tensor):
-            what = f"shape {list(leaf.shape)}" if has_sizes else f"{leaf.dim()} dimensions"
-            found[path] = f"{str(leaf.dtype).removeprefix('torch.')} tensor of {what}"
-        else:
-            found[path] = type(leaf).__name__
-    return found
+    return {
+        path: _tensor_text(leaf.dtype, leaf.shape if has_sizes else leaf.dim())
+        if isinstance(leaf, torch.Tensor)
+        else type(leaf).__name__
+        for path, leaf in itertools.islice(_leaves(batch, "batch"), _MAX_LEAVES)
+    }
 
 
-def _kind(value: Any, has_sizes: bool) -> Hashable:
-    """What decides the structure, where the types are usual ones without the text of it."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape if has_sizes else value.dim()
-    kind: Any = type(value)
-    if kind is dict:
-        return dict, *((key, _kind(item, has_sizes)) for key, item in value.items())
-    if kind is tuple:
-        return tuple, *(_kind(item, has_sizes) for item in value)
-    if kind is list:
-        return list, _kind(value[0], has_sizes) if value else None
-    return kind if kind in _PLAIN else (kind, *_structure(value, has_sizes).items())
+@lru_cache(maxsize=1000)
+def _tensor_text(dtype: torch.dtype, size: int | torch.Size) -> str:
+    what = f"{size} dimensions" if isinstance(size, int) else f"shape {list(size)}"
+    return f"{str(dtype).removeprefix('torch.')} tensor of {what}"
 
 
 def _content(batch: Any) -> int:
@@ -429,15 +407,17 @@ def _probe(tensor: torch.Tensor) -> bytes:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key in value:
+    if isinstance(value, torch.Tensor):  # the most common first: this is asked in each step
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):  # ranks may have filled them in another order
             yield from _leaves(value[key], f"{path}[{key!r}]")
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         yield from _leaves(value[0], f"{path}[:]") if len(value) else [(f"{path}[:]", None)]
-    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, torch.nn.Module):
         for name, item in vars(value).items():
             yield from _leaves(item, f"{path}.{name}")
     else:

@@ -439,8 +439,8 @@ class _OneHost(RendezvousHandler):
 
     use_agent_store = True
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
         self._is_closed = False
         self._server: TCPStore | None = None
 
@@ -529,15 +529,11 @@ def _is_state(data: bytes) -> bool:
     return True
 
 
-def _one_host(parameters: RendezvousParameters) -> RendezvousHandler:
-    return _OneHost(parameters.run_id)
-
-
 def _between_hosts(parameters: RendezvousParameters) -> RendezvousHandler:
     host, _, port = parameters.endpoint.rpartition(":")
     store = open_tcp_store(host, int(port), is_master=False, wait_for_workers=False)
     return create_handler(store, SignedState(store, parameters.run_id, Secret.from_environment()), parameters)
 
 
-rendezvous_handler_registry.register(_ON_ONE_HOST, _one_host)
+rendezvous_handler_registry.register(_ON_ONE_HOST, _OneHost)
 rendezvous_handler_registry.register(_BETWEEN_HOSTS, _between_hosts)

@@ -375,21 +375,17 @@ class Supervisor:
 
     def _newcomer(self, number: int) -> str | None:
         """The host for which the attempt was ended: where the number of hosts may change, and there was room."""
-        if self._meeting is None or self.hosts.min_nodes == self.hosts.max_nodes:
-            return None
-        try:
-            return self._meeting.newcomer(number)
-        except HostsApart:  # the others have ended already, and so did the job
-            return None
+        with contextlib.suppress(HostsApart):  # the others have ended already, and so did the job
+            if self._meeting is not None and self.hosts.min_nodes < self.hosts.max_nodes:
+                return self._meeting.newcomer(number)
+        return None
 
     def _of_all_hosts(self, number: int, failures: dict[int, int]) -> dict[int, int]:
         """Whose exit code counts may be known on another host only."""
-        if self._meeting is None:
-            return failures
-        try:
-            return self._meeting.share(number, failures, waits=is_innocent(find_culprit(failures).code))
-        except HostsApart:
-            return failures
+        with contextlib.suppress(HostsApart):
+            if self._meeting is not None:
+                return self._meeting.share(number, failures, waits=is_innocent(find_culprit(failures).code))
+        return failures
 
     def _run_attempt(self, number: int) -> dict[int, int]:
         env.DISTPLUS_ATTEMPT.set(number)
@@ -491,11 +487,12 @@ class Supervisor:
         """Prints the verdict on the last attempt, as a rank of this host has written it; the last word is its own."""
         if self._home is None:
             return None
-        told = find_verdicts(self._home, run_id=self._run_id, since=self._attempt_began_at, of_end=True)
-        path = next((one["path"] for one in told if one["path"].stem.endswith(f"-{socket.gethostname()}")), None)
-        if path is not None:
+        since, host = self._attempt_began_at, socket.gethostname()
+        for told in find_verdicts(self._home, run_id=self._run_id, host=host, since=since, of_end=True)[:1]:
+            path: Path = told["path"]
             print_block(Verdict.from_json(path.read_bytes()), path)
-        return path
+            return path
+        return None
 
     def _leave_page(self, verdict: Path | None = None, *, waits: bool = True) -> None:
         if verdict is not None:

@@ -146,7 +146,8 @@ def state_before_training(trainer: Any) -> dict[str, Any]:
         "data.number of validation batches": [_plain(number) for number in trainer.num_val_batches],
     }
     loader = trainer.train_dataloader
-    if hasattr(getattr(loader, "sampler", None), "num_replicas"):  # it cuts what must be the same on all ranks
+    is_cut = hasattr(getattr(loader, "sampler", None), "num_replicas")  # what must be the same on all ranks
+    if is_cut and hasattr(loader.dataset, "__len__"):
         found["data.length of the data set"] = len(loader.dataset)
         found["data.content of the data set"] = content_of(loader.dataset) or "not read"
     return found

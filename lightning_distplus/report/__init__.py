@@ -114,19 +114,16 @@ def after_verdict(path: Path, on_verdict: str | None, *, waits: bool = True) -> 
         waits: Whether this process is about to end.
     """
     end = time.monotonic() + PATIENCE_S
-    sender = None if on_verdict is None else threading.Thread(
-        target=_try_to_send, args=(path, on_verdict), name="distplus-on-verdict", daemon=True
-    )  # fmt: skip
-    if sender is not None:
-        sender.start()
+    sender = threading.Thread(target=_try_to_send, args=(path, on_verdict), name="distplus-on-verdict", daemon=True)
+    sender.start()
     leave_page(path.parent, waits=waits)
-    if sender is not None and waits:
+    if waits:
         sender.join(max(end - time.monotonic(), 0.0))
 
 
-def _try_to_send(path: Path, on_verdict: str) -> None:
+def _try_to_send(path: Path, on_verdict: str | None) -> None:
     try:
-        if _is_first(path):
+        if on_verdict is not None and _is_first(path):
             _send_verdict(path, on_verdict)
     except Exception as error:  # whatever a command or a host of the user's does, the run ends as it would have ended
         log.warning("on_verdict has failed (%s: %s); the verdict is in %s", type(error).__name__, error, path)

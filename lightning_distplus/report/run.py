@@ -31,7 +31,6 @@ __all__ = [
 
 VERSION = 1
 """Of the data that ``describe_job`` returns."""
-_VERDICT_VERSION = 1
 _MOST_CHECKPOINTS = 50
 _MOST_STACKS = 16
 _MOST_NOTICES = 50
@@ -43,7 +42,7 @@ _NOTICES = (
     "difference", "step_skipped", "not_finite", "repaired", "straggler", "save_failed", "copy_failed",
     "preemption_late", "run_lock_taken_over", "quarantine",
 )  # fmt: skip
-_HARMLESS = "initial weights"  # differ where no seed is set, and the strategy makes them equal
+_HARMLESS = "initial_weights"  # differ where no seed is set, and the strategy makes them equal
 COSTS = {
     "gate": "the exchange of each step, when nobody is late",
     "monitor": "the hooks of the divergence monitor",
@@ -128,11 +127,11 @@ def read_ledgers(home: Path, run_id: str | None = None, rank: int | None = None)
     found.events.sort(key=lambda event: (event["time"], event["rank"], event["seq"]))
     for told in find_verdicts(home, run_id=run_id):
         path: Path = told.pop("path")
-        if told.get("version") == _VERDICT_VERSION:
+        if told.get("version") == Verdict.version:
             found.verdicts.append({**told, "at": path.stat().st_mtime, "path": str(path)})
         else:
             found.strange.append(
-                f"{path}: version {told.get('version')} of a verdict; this program reads version {_VERDICT_VERSION}."
+                f"{path}: version {told.get('version')} of a verdict; this program reads version {Verdict.version}."
             )
     return found
 
@@ -346,7 +345,10 @@ def step_parts(windows: Sequence[Window]) -> dict[str, float]:
 
 
 def _stragglers(ledgers: Ledgers) -> list[dict[str, Any]]:
-    """The ranks that the run has named, or whose own part of a step is longer than the others' in the last windows."""
+    """The ranks that the run has named, or whose own part of a step is longer than the others' in the last windows.
+
+    The run itself names none above 64 ranks, and none where no monitor is there.
+    """
     if not ledgers.windows:
         return []
     ranks, hosts = ledgers.newest, ledgers.hosts

@@ -320,6 +320,8 @@ class ResilientStrategy(_Base):
         self.watchdog: Watchdog | None = None
         self._gate: BatchGate | None = None
         self._events: EventLog | None = None
+        self.auto_folder: str | None = None
+        """Where ``ckpt_path="auto"`` looks, from the first run on: Lightning then names a folder for this process."""
         self._run_lock: RunLock | None = None
         self._brought: list[Callback] = []
         self._loaders: LoaderResume | None = None
@@ -477,6 +479,7 @@ class ResilientStrategy(_Base):
         assert self.lightning_module is not None
         if self._events is not None:
             self._events.close()  # an event that came behind the end of an earlier run has opened it again
+        self.auto_folder = self.auto_folder or str(checkpoint_folder(self.lightning_module.trainer))
         self._events = EventLog(self.home, self.global_rank, attempt=self.plane.attempt, run_id=self.plane.run_id)
         if self.local_rank == 0:
             start.tell_launcher(self.home, self.on_verdict)
@@ -488,7 +491,7 @@ class ResilientStrategy(_Base):
             pid=os.getpid(),
             clock_offset_s=start.clock_offset(self.plane, self.phases.patience_in(Phase.RENDEZVOUS)),
             function=self.lightning_module.trainer.state.fn,
-            auto_folder=str(checkpoint_folder(self.lightning_module.trainer)),
+            auto_folder=self.auto_folder,
             strategy=type(self).__name__,
             world_size=self.world_size,
             backend=self._get_process_group_backend(),
@@ -729,7 +732,8 @@ class ResilientStrategy(_Base):
         if self._plane is not None:
             told = self._plane.report_failure(exception)
             if self.watchdog is not None:
-                self.watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
+                first, ends_others = told or self._plane.own_error(exception), isinstance(exception, PeerError)
+                self.watchdog.tell_failure(first, is_told=told is not None, ends_others=ends_others)
             for telemetry in (one for one in self._brought if isinstance(one, defaults.Telemetry)):
                 telemetry.log_verdicts(since=self._began_at)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -65,25 +66,27 @@ def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
         CheckpointCorrupt: There are checkpoints to choose from, and none is valid.
         ValueError: There is none, and the run is no fit.
     """
-    is_fit = trainer.state.fn == "fit"
-    if not _is_ours(trainer) or (ckpt_path != catalog.AUTO and not (ckpt_path is None and is_fit)):
+    function = trainer.state.fn
+    if not _is_ours(trainer) or (ckpt_path != catalog.AUTO and not (ckpt_path is None and function == "fit")):
         return ckpt_path
-    found = newest_checkpoint(trainer) if ckpt_path == catalog.AUTO else _newest_of_job(trainer)
-    if found is None and not is_fit:
-        raise ValueError(f"ckpt_path auto found no checkpoint to {trainer.state.fn.value}. Name one by its path.")
+    found = newest_checkpoint(trainer, function.value) if ckpt_path == catalog.AUTO else _newest_of_job(trainer)
     return None if found is None else str(found)
 
 
-def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None:
-    """The newest valid checkpoint of a run's folder; None where there is none yet.
+def newest_checkpoint(trainer: Any, function: str = "fit", *, allow_fresh: bool = False) -> Path | None:
+    """The newest valid checkpoint of a run's folder; None where there is none yet to fit from.
 
     For a Resilient strategy its sizes are right; its bytes are read by all ranks together when they start.
     """
     folder, is_ours = settle_checkpoint_folder(trainer), _is_ours(trainer)
     if is_ours:
         trainer.strategy.search = Search(folder, allow_fresh)
-        allow_fresh |= trainer.strategy.copy_to is not None  # there may be a copy, which the ranks look for together
-    return catalog.newest_in(folder, verify="size" if is_ours else "full", allow_fresh=allow_fresh)
+    may_be_copied = is_ours and function == "fit" and trainer.strategy.copy_to is not None  # all ranks look for it
+    verify: catalog.Mode = "size" if is_ours else "full"
+    found = catalog.newest_in(folder, verify=verify, allow_fresh=allow_fresh or may_be_copied)
+    if found is None and function != "fit":
+        raise ValueError(f"ckpt_path auto found no checkpoint to {function}. Name one by its path.")
+    return found
 
 
 def settle_checkpoint_folder(trainer: Any) -> Path:
@@ -153,6 +156,7 @@ def _save_on(trainer: Any, saves: catalog.JobSaves) -> None:
 
 _OTHER_COPY = "Resume from another checkpoint, or restore the file from a copy."
 _SHOWN_FINDINGS = 3
+_NUM_LOOKS, _LOOK_S = 32, 1.0  # a client of NFS may see a folder as it was 30 s ago
 _REFUSALS: dict[str, type[DistplusError]] = {
     error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe)
 }
@@ -215,9 +219,13 @@ class SharedVerdicts:
         Raises:
             CheckpointMismatch: A node lacks it, on all ranks, and there is nowhere to fetch it from.
         """
-        places = [one["place"] for one in self.gather("checkpoint-places", {"place": catalog.place_of(path)})]
-        mine, first = places[self._rank], places[0]
-        lacking = [rank for rank, place in enumerate(places) if first and (not place or place[0] != first[0])]
+        for _ in range(_NUM_LOOKS):
+            places = [one["place"] for one in self.gather("checkpoint-places", {"place": catalog.place_of(path)})]
+            mine, first = places[self._rank], places[0]
+            lacking = [rank for rank, place in enumerate(places) if first and (not place or place[0] != first[0])]
+            if not lacking or copies is not None:
+                break
+            time.sleep(_LOOK_S)
         if lacking and copies is None:
             raise CheckpointMismatch(
                 f"The checkpoint {path} that rank 0 sees is not there for {name_ranks(lacking)}, or another one is. "
@@ -266,13 +274,7 @@ Verification = Literal["full", "size", "off"]
 KEY = "lightning_distplus"
 """Where a checkpoint holds what this package adds."""
 VERSION = 1
-_SIGNS_OF_ANOTHER_MODEL = (
-    "Missing key",
-    "Unexpected key",
-    "size mismatch",
-    "does not exist in the loaded",
-    "Size mismatch",
-)
+_SIGNS_OF_ANOTHER_MODEL = ("missing key", "unexpected key", "size mismatch", "does not exist in the loaded")
 _DIFFERENCES_CHARACTERS = 1000
 _WEIGHTS, _MOMENTS = "weights/", "optimizer "
 _TRUE = ("1", "y", "yes", "true")  # to torch
@@ -481,7 +483,7 @@ class LoadHooks:
         except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
             # The lines that name tensors, without the frames of the ranks on which they were found.
             lines = [line.strip() for line in str(error).splitlines()]
-            named = [line for line in lines if any(sign in line for sign in _SIGNS_OF_ANOTHER_MODEL)]
+            named = [line for line in lines if any(sign in line.lower() for sign in _SIGNS_OF_ANOTHER_MODEL)]
             if isinstance(error, DistplusError) or not named:
                 raise
             differences = "; ".join(dict.fromkeys(named))[:_DIFFERENCES_CHARACTERS]

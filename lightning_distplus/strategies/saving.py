@@ -63,15 +63,7 @@ log = logging.getLogger(__name__)
 # -- saves that fail while a fit runs ----------------------------------------------------------------------------------
 
 OnSaveFailure = Literal["continue", "raise"]
-_PAGES = (
-    "best_k_models",
-    "best_model_path",
-    "best_model_score",
-    "kth_best_model_path",
-    "kth_value",
-    "last_model_path",
-)
-_Books = dict[ModelCheckpoint, dict[str, Any]]
+_Books = dict[ModelCheckpoint, tuple[dict[str, Tensor], str, str]]  # scores of the best ones, the best, the last
 
 
 class FailingSaves:
@@ -103,7 +95,7 @@ class FailingSaves:
     def enter(self) -> None:
         """A save begins. ModelCheckpoint has entered it, and lets the one that is rotated out go after it."""
         savers = [] if self.trainer is None else savers_of(self.trainer)
-        self._entered = {saver: {page: copy(getattr(saver, page)) for page in _PAGES} for saver in savers}
+        self._entered = {one: (dict(one.best_k_models), one.best_model_path, one.last_model_path) for one in savers}
 
     def succeeded(self) -> None:
         """The save that has begun last is committed."""
@@ -120,7 +112,7 @@ class FailingSaves:
         self.num_failed += 1
         self.failure = error
         for saver, books in self._books.items() if path != retry else ():
-            _take_back(saver, path, books)
+            _take_back(saver, path, *books)
         goes_on = f"training goes on without the checkpoint {path}, and the next save is the retry"
         log.error("%s (failed in this run: %d): %s", goes_on, self.num_failed, error)
 
@@ -142,20 +134,20 @@ class FailingSaves:
         self.trainer = None
 
 
-def _take_back(saver: ModelCheckpoint, path: str, before: dict[str, Any]) -> None:
+def _take_back(saver: ModelCheckpoint, path: str, scores: dict[str, Tensor], best: str, last: str) -> None:
     """Takes a save back from a ModelCheckpoint, which knows the best of all others then, also those that it let go."""
     if path in saver.best_k_models:
-        since = {one: score for one, score in saver.best_k_models.items() if one != path}
-        scores: dict[str, Tensor] = {**before["best_k_models"], **since}
+        scores = scores | {one: score for one, score in saver.best_k_models.items() if one != path}
         ranked = sorted(scores, key=lambda one: float(scores[one]), reverse=saver.mode == "max")
         kept = ranked if saver.save_top_k == -1 else ranked[: saver.save_top_k]
-        best, worst = (kept[0], kept[-1]) if kept else (before["best_model_path"], before["kth_best_model_path"])
         saver.best_k_models = {one: scores[one] for one in kept}
-        saver.best_model_path, saver.best_model_score = best, scores.get(best, before["best_model_score"])
-        saver.kth_best_model_path, saver.kth_value = worst, scores.get(worst, before["kth_value"])
-    for page in ("best_model_path", "last_model_path"):
-        if getattr(saver, page) == path:
-            setattr(saver, page, before[page])
+        saver.best_model_path, saver.kth_best_model_path = (kept[0], kept[-1]) if kept else (best, "")
+        saver.best_model_score = scores.get(saver.best_model_path)
+        saver.kth_value = scores.get(saver.kth_best_model_path, saver.kth_value)
+    if saver.best_model_path == path:
+        saver.best_model_path = best
+    if saver.last_model_path == path:
+        saver.last_model_path = last
 
 
 def _answers_for(saver: ModelCheckpoint, path: str) -> bool:

@@ -508,9 +508,14 @@ _MOST_MISSING = 4  # with more than one of so many ranks missing, nothing is cer
 class Ends:
     """The ranks for which the others wait, and that wait for nobody themselves."""
 
-    culprits: list[int]
+    reasons: dict[int, str]
+    """Why each of them is at an end."""
     is_decided: bool
-    reasons: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def culprits(self) -> list[int]:
+        """These ranks; where it is not decided, one of them at least is to blame."""
+        return sorted(self.reasons)
 
 
 def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = ()) -> Ends | None:
@@ -547,7 +552,7 @@ def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = 
     # So many dumps may be missing that the true cause is in one of them.
     is_patchy = bool(job.silent & set(reasons)) and len(job.silent) * _MOST_MISSING > len(job.ranks)
     if reasons and not loose and not doubtful and not is_patchy:
-        return Ends(culprits=sorted(reasons), is_decided=True, reasons=reasons)
+        return Ends(reasons=reasons, is_decided=True)
     if not reasons:  # of the last knots nobody can say who ties them
         reasons = {
             rank: f"waits in {job.in_flight[rank][0].describe()}"
@@ -557,7 +562,7 @@ def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = 
             if job.in_flight.get(rank)
         }
     reasons = {**doubtful, **loose, **reasons}
-    return Ends(culprits=sorted(reasons), is_decided=False, reasons=reasons) if reasons else None
+    return Ends(reasons=reasons, is_decided=False) if reasons else None
 
 
 class _Job:
@@ -745,18 +750,18 @@ def _missed(job: _Job, rank: int) -> Collective | None:
 
 def _has_gone_on_alike(job: _Job, rank: int) -> bool:
     """Whether a rank of its stage has gone on from the same place of the program with the same calls in flight."""
-    places, own = job.places[rank], _in_flight(job, rank)
+    places, own = job.places[rank], _places_in_flight(job, rank)
     for other in job.likes(rank):
         theirs = job.places[other]
         end = theirs.index(places[-1]) + 1 if places[-1] in theirs[:-1] else 0
         length = min(_LONGEST_CONTEXT, len(places), end)
-        if length and theirs[end - length : end] == places[-length:] and own <= _in_flight(job, other, end):
+        if length and theirs[end - length : end] == places[-length:] and own <= _places_in_flight(job, other, end):
             return True
     return False
 
 
-def _in_flight(job: _Job, rank: int, end: int | None = None) -> set[tuple[Any, ...]]:
-    """The places of the calls that a rank has in flight, of all or of so many."""
+def _places_in_flight(job: _Job, rank: int, end: int | None = None) -> set[tuple[Any, ...]]:
+    """Those of the calls that a rank has in flight, of all its calls or of the first so many."""
     calls = zip(job.places[rank], job.recordings[rank].calls, strict=True)
     return {place for place, call in islice(calls, end) if not call.is_done}
 

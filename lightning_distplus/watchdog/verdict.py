@@ -145,7 +145,8 @@ class Verdict:
         """Where the first culprit stands; a batch is named by the step below."""
         operation = _BATCH.sub("", self.operation).rpartition("]")[2].lstrip(".") if self.operation else ""
         is_place = operation not in ("", "start") and len(operation) <= _LONGEST_OPERATION  # "start": not heard of yet
-        where = f" in {operation}" if is_place else ""
+        where = f" {operation}" if operation.startswith("after ") else f" in {operation}"
+        where = where if is_place else ""
         if self.location is not None:
             file, _, line = self.location.rpartition(":")
             where += f"{',' if where else ' at'} {Path(file).name}:{line}"
@@ -194,18 +195,19 @@ def name_incident(kind: str, run_id: str, at: float | None = None) -> str:
 
 
 def find_verdicts(
-    folder: Path, *, run_id: str | None = None, since: float = 0.0, of_end: bool = False
+    folder: Path, *, run_id: str | None = None, host: str = "*", since: float = 0.0, of_end: bool = False
 ) -> list[dict[str, Any]]:
     """Reads the verdicts of a folder, oldest first, each with its ``path``; of any version.
 
     Args:
         folder: Where the artefacts are.
         run_id: The run whose verdicts are wanted; None: those of all runs.
+        host: The host whose ranks have written them; by default all hosts.
         since: Unix time; older ones are left out.
         of_end: Whether those are left out after which the run went on: a difference that is a warning, a hang that is
             only reported. Of the others the first one tells the cause, and what came after it is its consequence.
     """
-    times = sorted((path.stat().st_mtime, path) for path in folder.glob("verdict-*.json"))
+    times = sorted((path.stat().st_mtime, path) for path in folder.glob(f"verdict-*-{host}.json"))
     found = [{**json.loads(path.read_text()), "path": path} for at, path in times if at >= since]
     found = [one for one in found if run_id in (None, one.get("run_id", ""))]
     return [one for one in found if one.get("ends_run", True)] if of_end else found
@@ -627,6 +629,14 @@ _REMEDY = re.compile(r"(?<=[.;:]) (?=[Ll]ook at |Nothing was exchanged)")
 _TEXT_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _WHEREABOUTS = re.compile(r"in (.+?)(?: at (\S+:\d+))?$", re.DOTALL)
 _OF_WORKER = "in DataLoader worker process"
+_REMEDIES = {
+    "OutOfMemory": "take a smaller batch, or find out what made this one larger on this rank",
+    "SystemExit": "end on all ranks in the same step, by trainer.should_stop = True",
+    "DataLoader worker (pid": "look at dmesg: a data worker is killed where memory is short; try fewer num_workers",
+    "finished reduction in the prior iteration": "where some parameters are not used in each step, on purpose: "
+    "ResilientDDP(find_unused_parameters=True)",
+}
+"""Of errors whose line of code tells less than they do, by a part of their text."""
 _NOWHERE: Mapping[str, Any] = {"phase": "", "operation": "", "location": None, "global_step": 0, "elapsed_s": 0.0}
 
 
@@ -656,10 +666,20 @@ def _in_worker(message: str) -> str | None:
 
 
 def judge_failure(
-    first: FirstError, world: World, run_id: str, peers: Mapping[int, Peer], last_seen: Callable[[int], Sighting | None]
+    first: FirstError,
+    world: World,
+    run_id: str,
+    peers: Mapping[int, Peer],
+    last_seen: Callable[[int], Sighting | None],
+    *,
+    ends_others: bool = False,
 ) -> Verdict | None:
-    """Gives the verdict on the first error of the job; None where that is no incident."""
-    if first.has_verdict or first.type in _NO_INCIDENT or (first.type == "SystemExit" and first.message in ("", "0")):
+    """Gives the verdict on the first error of the job; None where that is no incident.
+
+    A ``sys.exit(0)`` is one only where it ``ends_others``, which do not end by themselves.
+    """
+    is_wish = first.type == "SystemExit" and first.message in ("", "0") and not ends_others
+    if first.has_verdict or first.type in _NO_INCIDENT or is_wish:
         return None
     culprits = list(world.ranks) if first.is_shared else sorted(first.ranks) or [first.rank]
     values = {str(rank): value for rank, value in first.differs.get("values", {}).items()}
@@ -746,6 +766,7 @@ def _explain(first: FirstError, location: str | None) -> tuple[str, str]:
     if _OF_WORKER in message:
         told = f"{told} {message.splitlines()[-1]}"
     cause = f"{first.type}: {told}" if told else first.type
-    if "OutOfMemory" in first.type:
-        return cause[:_CAUSE_CHARACTERS], "take a smaller batch, or find out what made this one larger on this rank"
+    known = next((remedy for sign, remedy in _REMEDIES.items() if sign in f"{first.type}: {message}"), None)
+    if known is not None:
+        return cause[:_CAUSE_CHARACTERS], known
     return cause[:_CAUSE_CHARACTERS], f"look at {location or 'the stack'}; the whole traceback is in the file"

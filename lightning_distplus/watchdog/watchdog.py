@@ -197,9 +197,9 @@ class Watchdog:
         """Whether all of these ranks have ended their run, as far as this one has seen."""
         return set(ranks) <= set(self.board.ended)
 
-    def tell_failure(self, error: FirstError, *, is_told: bool = True) -> None:
+    def tell_failure(self, error: FirstError, *, is_told: bool = True, ends_others: bool = False) -> None:
         """Leaves the verdict on the first error of the job, which all ranks know unless the store was lost with it."""
-        self._telling.tell_failure(error, is_told=is_told)
+        self._telling.tell_failure(error, is_told=is_told, ends_others=ends_others)
 
     def judge_time_out(self, error: BaseException) -> bool:
         """Called by the training thread where a collective has raised, for which no peer is known to be the cause.
@@ -270,6 +270,7 @@ class Watchdog:
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
         is_late = last is not None and now - heard_at > last.total_seconds()
         if (is_stuck or is_late) and self._ends_run:
+            self.tell_failure(error, ends_others=True)
             self._telling.say_if_full(f"{error.describe()}\n{error.traceback}")
             self._leave(error.as_heard().exit_code)
 
@@ -568,7 +569,7 @@ class Telling:
             verdict.write(self._folder, self._world.host)
         return path
 
-    def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
+    def tell_failure(self, error: FirstError, *, is_told: bool, ends_others: bool) -> None:
         """Writes the verdict on an error, once on each host; it is printed when this process ends. Never raises.
 
         An error that is not told was found with the loss of the store, by each rank for itself: the lowest rank of this
@@ -577,7 +578,8 @@ class Telling:
         if self.has_judged:
             return
         try:
-            verdict = judge_failure(error, self._world, self._plane.run_id, self._board.peers, self._board.last_seen)
+            known = (self._plane.run_id, self._board.peers, self._board.last_seen)
+            verdict = judge_failure(error, self._world, *known, ends_others=ends_others)
             if verdict is None:
                 return
             wait_s = 0.0 if self.speaks_for_host(verdict.culprits) else _FAILURE_S
@@ -590,8 +592,9 @@ class Telling:
 
     def _written(self, since: float) -> list[Path]:
         """The verdicts on the end of this run that ranks of this host have written since then, oldest first."""
-        told = find_verdicts(self._folder, run_id=self._plane.run_id, since=since, of_end=True)
-        return [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
+        run_id, host = self._plane.run_id, self._world.host
+        told = find_verdicts(self._folder, run_id=run_id, host=host, since=since, of_end=True)
+        return [one["path"] for one in told]
 
     def is_written(self, wait_s: float) -> bool:
         """Waits for a verdict of another rank of this host on the end of the run, for so long at most."""
@@ -674,7 +677,8 @@ class Telling:
         found = self.find_verdict()
         if known is not None and found is None and self.speaks_for_host():
             self._await_others()
-            text = "" if self.is_full else f"\n{type(known).__name__}: {errors.message_of(known)}"
+            told = stacks.fold_traceback(errors.message_of(known))
+            text = "" if self.is_full else f"\n{type(known).__name__}: {told}"
         if known is None or found is None or not self._says_all(*found):
             _say(text)
         self.show_block()

@@ -81,6 +81,29 @@ class WaitsForPlateau(Diary):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "epoch"}}
 
 
+class Peeks(Diary):
+    """Looks at a batch of the loader by itself, before the training, in it, and between two epochs."""
+
+    def look(self) -> None:
+        next(iter(self.trainer.train_dataloader), None)
+
+    def on_train_start(self) -> None:
+        self.look()
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.look()
+
+    def on_train_epoch_end(self) -> None:
+        self.look()
+        super().on_train_epoch_end()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 3:
+            self.look()
+        return super().training_step(batch, batch_idx)
+
+
 class OneSteps(Diary):
     """Of its two optimizers, the first steps in each batch, and the second sums its gradients up."""
 
@@ -242,6 +265,7 @@ ORACLES: dict[str, tuple[Make, list[str], dict[str, Any]]] = {
     "overfit": (shuffled, BOTH, {"overfit_batches": 4}),
     "steps": (shuffled, BOTH, {"max_steps": 20, "max_epochs": -1}),
     "validation by steps": (shuffled, BOTH, {"check_val_every_n_epoch": None, "val_check_interval": 7}),
+    "looked at by others": (shuffled, BOTH[:1], {**OWN, "diary": Peeks}),
     "workers": (partial(shuffled, num_workers=2), BOTH[:1], TWO),
     "persistent workers": (partial(shuffled, num_workers=2, persistent_workers=True, prefetch_factor=4), BOTH, TWO),
     "drop_last": (partial(shuffled, drop_last=True), BOTH[:1], TWO),
@@ -288,7 +312,7 @@ ORACLES: dict[str, tuple[Make, list[str], dict[str, Any]]] = {
 }
 EACH_COMMIT = ["windows", "global generator", "drawn, 0 workers", "by length, 2 workers", "max_size_cycle", "stream"]
 EACH_COMMIT += ["stream, persistent workers", "streams, max_size_cycle", "StatefulDataLoader over ids, workers"]
-EACH_COMMIT += ["limited stream that begins at 0"]
+EACH_COMMIT += ["limited stream that begins at 0", "looked at by others"]
 
 
 def resume_from_saves(names: list[str], every: int, folder: str) -> dict[str, int]:

@@ -194,7 +194,8 @@ def end_late(rank: int, folder: str) -> int:
         plane.read("anything")
 
     asks = jobs.At("on_fit_end", ask, rank=1)
-    return fit(rank, "DDPStrategy", folder, asks, use_distributed_sampler=True, max_steps=2).global_step
+    named = {"data": own_loader(0), "use_distributed_sampler": True, "max_steps": 2}
+    return fit(rank, "DDPStrategy", folder, asks, **named).global_step
 
 
 def test_rank_0_of_a_stock_strategy_serves_the_store_to_the_last(tmp_path: Path) -> None:

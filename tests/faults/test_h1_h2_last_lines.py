@@ -95,6 +95,19 @@ def test_what_all_ranks_raise_alike_is_shown_once_and_without_frames(tmp_path: P
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("fault", ["rank == 1 and sys.exit(0)", "if rank == 1: raise KeyboardInterrupt"])
+def test_a_rank_that_leaves_the_others_without_an_error_is_named_without_frames_of_libraries(
+    fault: str, tmp_path: Path
+) -> None:
+    lines = terminal_of(run_script(tmp_path, script_of(fault, changes=NO_CHECKPOINT)).stdout)
+    assert not any("site-packages" in line for line in lines if line.startswith("  File"))
+    if "exit" in fault:
+        assert verdict_at_the_end_of(lines)[0].startswith("RANK 1 FAILED")
+    else:
+        assert lines[-1] == "KeyboardInterrupt"
+
+
+@pytest.mark.soak
 def test_all_tracebacks_are_shown_to_who_asks_for_them(tmp_path: Path) -> None:
     shown = run_script(tmp_path, script_of(EXCEPTION, changes=NO_CHECKPOINT), env=FULL).stdout
     assert shown.count("Traceback (most recent call last):") >= 3

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
+from lightning_distplus.events import read_events
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 from tests.processes import start
@@ -73,6 +75,23 @@ def test_fits_of_lightnings_strategy_and_of_ours_follow_each_other(tmp_path: Pat
     for seen in spawn(fits, 2, args=(names, str(tmp_path)), deadline="60s").check().results.values():
         assert len(seen) == len(names)
         assert all(losses == seen[0] for losses in seen), seen
+
+
+def fit_twice(folder: str) -> None:
+    options = {"logger": CSVLogger(folder), "callbacks": [ModelCheckpoint()], "max_epochs": 1}
+    trainer, model = jobs.trainer("ResilientDDP", 1, folder, **options), jobs.Model()
+    trainer.fit(model, jobs.loader(8))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, jobs.loader(8))
+
+
+def test_the_ledger_says_where_auto_looks_also_of_a_second_fit_whose_folder_lightning_has_named(tmp_path: Path) -> None:
+    spawn(fit_twice, 1, args=(str(tmp_path),), deadline="60s").check()
+    events = read_events(tmp_path / "distplus")
+    looks = [event["auto_folder"] for event in events if event["kind"] == "start"]
+    assert looks == [str(tmp_path / "checkpoints")] * 2
+    saved = {Path(event["path"]).parent for event in events if event["kind"] == "saved"}
+    assert saved == {tmp_path / "lightning_logs" / "version_0" / "checkpoints"}
 
 
 def held() -> Counter[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_distplus.checkpoint import Manifest
-from lightning_distplus.checkpoint.commit import StagedSave, gather_alone
+from lightning_distplus.checkpoint.commit import StagedSave, commit, gather_alone
 from lightning_distplus.checkpoint.files import DigestedWrites
 
 DEADLINE_S = 20.0
@@ -121,6 +121,13 @@ def content_of() -> Callable[[Path], bytes]:
         return content
 
     return read
+
+
+def saved(path: Path, step: int) -> Path:
+    """Commits a small file; its folder is made when it is missing."""
+    info = Manifest(global_step=step, epoch=0, strategy="test", packages={})
+    commit(path, write_file(b"weights"), info, sync=None)
+    return path
 
 
 CHANGES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "open", "distplus.exchange")

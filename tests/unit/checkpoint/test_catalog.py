@@ -42,6 +42,7 @@ from lightning_distplus.checkpoint.files import in_role
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.events import EventLog
 from lightning_distplus.process import start_time
+from tests.unit.checkpoint.conftest import saved
 
 KINDS = ["file", "directory"]
 
@@ -542,11 +543,6 @@ def test_a_rank_reads_the_shard_that_has_its_number(tmp_path: Path) -> None:
 # -- what a job has saved, told by the ledger --------------------------------------------------------------------------
 
 
-def saved(save: Any, path: Path, step: int) -> Path:
-    save(path, step)
-    return path
-
-
 def attempt(home: Path, number: int, *fits: list[Path], run_id: str = "job", rank: int = 0) -> None:
     """What the process of a rank writes: the begin of each fit, and the checkpoints that it has saved."""
     with EventLog(home, rank, attempt=number, run_id=run_id) as events:
@@ -561,8 +557,8 @@ def newest(home: Path, number: int | None = None) -> Path | None:
     return JobSaves.of_fit(home, "job", number).newest_valid()
 
 
-def test_the_newest_valid_checkpoint_of_the_job_is_found_in_all_its_folders(tmp_path: Path, save: Any) -> None:
-    first, second = saved(save, tmp_path / "a" / "1.ckpt", 1), saved(save, tmp_path / "b" / "2.ckpt", 2)
+def test_the_newest_valid_checkpoint_of_the_job_is_found_in_all_its_folders(tmp_path: Path) -> None:
+    first, second = saved(tmp_path / "a" / "1.ckpt", 1), saved(tmp_path / "b" / "2.ckpt", 2)
     attempt(tmp_path, 0, [first, second])
     assert newest(tmp_path) == second
     second.write_bytes(b"torn")
@@ -575,26 +571,26 @@ def test_the_newest_valid_checkpoint_of_the_job_is_found_in_all_its_folders(tmp_
     assert newest(tmp_path) is None
 
 
-def test_a_checkpoint_that_nobody_has_lived_to_note_counts(tmp_path: Path, save: Any) -> None:
-    attempt(tmp_path, 0, [saved(save, tmp_path / "1.ckpt", 1)])
-    unnoted = saved(save, tmp_path / "2.ckpt", 2)
+def test_a_checkpoint_that_nobody_has_lived_to_note_counts(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, [saved(tmp_path / "1.ckpt", 1)])
+    unnoted = saved(tmp_path / "2.ckpt", 2)
     assert newest(tmp_path) == unnoted
 
 
-def test_other_jobs_do_not_count(tmp_path: Path, save: Any) -> None:
-    older = saved(save, tmp_path / "9.ckpt", 9)
+def test_other_jobs_do_not_count(tmp_path: Path) -> None:
+    older = saved(tmp_path / "9.ckpt", 9)
     attempt(tmp_path, 0, [older], run_id="other")
     assert newest(tmp_path) is None
     time.sleep(0.01)
     attempt(tmp_path, 0, [])
     assert newest(tmp_path) is None
-    attempt(tmp_path, 0, [saved(save, tmp_path / "1.ckpt", 1)])
+    attempt(tmp_path, 0, [saved(tmp_path / "1.ckpt", 1)])
     assert newest(tmp_path) == tmp_path / "1.ckpt"
     assert JobSaves.of_fit(tmp_path, "job").passed_over(tmp_path) == [older]
 
 
-def test_each_fit_of_a_script_has_its_own_checkpoints(tmp_path: Path, save: Any) -> None:
-    one, two, three = (saved(save, tmp_path / f"{step}.ckpt", step) for step in (1, 2, 3))
+def test_each_fit_of_a_script_has_its_own_checkpoints(tmp_path: Path) -> None:
+    one, two, three = (saved(tmp_path / f"{step}.ckpt", step) for step in (1, 2, 3))
     attempt(tmp_path, 0, [one], [two])
     attempt(tmp_path, 1, [], [three])
     assert [newest(tmp_path, number) for number in (1, 2, 3)] == [one, three, None]

@@ -53,6 +53,12 @@ def test_every_recipe_can_be_rehearsed(recipe: str, capsys: pytest.CaptureFixtur
         (["--world", "48"], "batch", "global_batch_size=1024 is no multiple of micro_batch_size=8 x 48"),
         (["--world", "20"], "layout", "20 ranks do not fill nodes of 8"),
         (["--trainer.max_stepps", "3"], "config", "max_stepps"),
+        (
+            ["--trainer.strategy.init_args.timout", "5m"],
+            "config",
+            "built.trainer.strategy: Option 'timout' is not accep",
+        ),
+        (["--trainer.strategy", "resilient_dp"], "config", "built.there is no strategy 'resilient_dp'; did you mean "),
         (["--model.init_args.config.hidden_act", "nonsense"], "model", "nonsense"),
         (["--data.init_args.micro_batch_size", "0"], "config", "at least 1"),
     ],

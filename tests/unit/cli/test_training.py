@@ -214,18 +214,18 @@ def test_auto_refuses_checkpoints_that_cannot_be_trusted_unless_told(
     assert main([*arguments, "--allow_fresh"]) == 0
 
 
-def fit(arguments: list[str]) -> int:
+def fit_twice(arguments: list[str]) -> list[int]:
     sys.argv = ["distplus"]
-    return main(["fit", *arguments])
+    return [main(["fit", *arguments, f"--trainer.max_steps={steps}"]) for steps in (2, 4)]
 
 
 def test_auto_continues_a_run_of_a_resilient_strategy(config: Any, tmp_path: Path) -> None:
     trainer = {"strategy": "resilient_ddp", "devices": 2}
     arguments = [*config(trainer=trainer), "--ckpt_path", "auto"]
-    first = spawn(fit, 2, args=(arguments,)).check()
-    assert "Restoring states" not in "".join(first.logs.values())
-    second = spawn(fit, 2, args=([*arguments, "--trainer.max_steps=4"],)).check()
-    assert "Restoring states" in "".join(second.logs.values())
+    run = spawn(fit_twice, 2, args=(arguments,)).check()
+    assert run.results[0] == [0, 0]
+    (log,) = (log for log in run.logs.values() if "Restoring states" in log)
+    assert log.index("`max_steps=2` reached") < log.index("Restoring states")
     newest = newest_valid(tmp_path / "run" / "checkpoints")
     assert newest is not None
     assert read_manifest(newest).global_step == 4

@@ -169,15 +169,7 @@ def start(source: Path, output: Path) -> subprocess.Popen[str]:
 
 def test_a_killed_preparation_shows_no_target_and_a_second_one_beside_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT * 2_500)  # 5 MB, a second
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_distplus.cli",
-        "prepare",
-        str(tmp_path / "text.txt"),
-        "--vocab_size=300",
-    ]
-    process = subprocess.Popen([*command, "--output", str(tmp_path / "out")], stderr=subprocess.PIPE, text=True)
+    process = start(tmp_path / "text.txt", tmp_path / "out")
     assert process.stderr is not None
     with process.stderr:
         assert "training the tokenizer" in process.stderr.readline()
@@ -193,15 +185,7 @@ def test_a_killed_preparation_shows_no_target_and_a_second_one_beside_it_is_refu
 
 def test_control_c_ends_a_preparation_with_one_line_and_no_rest(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT * 2_500)
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_distplus.cli",
-        "prepare",
-        str(tmp_path / "text.txt"),
-        "--vocab_size=300",
-    ]
-    process = subprocess.Popen([*command, "--output", str(tmp_path / "out")], stderr=subprocess.PIPE, text=True)
+    process = start(tmp_path / "text.txt", tmp_path / "out")
     assert process.stderr is not None
     with process.stderr:
         assert "training the tokenizer" in process.stderr.readline()

@@ -11,9 +11,11 @@ import torch
 
 from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.control import GateRecord
-from lightning_distplus.divergence.check import Budget, GateMonitor
+from lightning_distplus.divergence import settings
+from lightning_distplus.divergence.check import Budget, Check, GateMonitor
 from lightning_distplus.divergence.replicas import ReplicaCheck, Windows
-from lightning_distplus.divergence.settings import BatchCheck
+from lightning_distplus.divergence.settings import BatchCheck, StartCheck
+from lightning_distplus.preflight.agreement import compare
 
 FIGURES = {"step": 0.020, "state": 0.001, "batch": 0.0001, "everything": 0.001}
 
@@ -40,6 +42,13 @@ def test_place_and_structure_are_said_in_each_step_and_samples_as_often_as_the_b
     said = [check.say(torch.ones(2), step) for step in range(8)]
     assert all(one["data_fingerprint"] and one["batch_structure"] for one in said)
     assert ["batch_content" in one for one in said] == [True, False, False, False] * 2
+
+
+def test_a_batch_has_its_structure_and_content_in_whatever_order_a_rank_has_filled_it() -> None:
+    batch = {"tokens": torch.ones(2), "names": ["a"], 3: {"b": torch.zeros(1), "a": 1}}
+    turned = {3: {"a": 1, "b": torch.zeros(1)}, "names": ["a"], "tokens": torch.ones(2)}
+    assert repr(settings._structure(batch, True)) == repr(settings._structure(turned, True))
+    assert settings._content(batch) == settings._content(turned)
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])
@@ -90,6 +99,55 @@ def test_what_a_rank_shows_are_medians_of_many_steps() -> None:
 def test_a_share_that_is_none_is_refused(budget: float) -> None:
     with pytest.raises(ValueError, match=r"budget is .* above 0 and at most 1, or None"):
         RankDivergenceMonitor(budget=budget)
+
+
+def test_training_without_the_callbacks_starts_no_comparison() -> None:
+    started: list[str] = []
+    monitor: Any = GateMonitor([Noting(started)])
+    trainer = SimpleNamespace(callbacks=[], loggers=[])
+    monitor._run = SimpleNamespace(trainer=trainer, is_attached=True, is_stock=False)
+    for trainer.callbacks in ([], [monitor]):  # a LearningRateFinder takes them away
+        monitor._start(lambda: started.append("the strategy"))
+    assert started == ["the strategy", "the strategy", "the check"]
+
+
+def test_a_strategy_has_its_own_methods_back_at_the_end() -> None:
+    monitor: Any = GateMonitor()
+    strategy = SimpleNamespace(setup=monitor._set_up, on_train_start=monitor._start, kept=1)
+    monitor._run = SimpleNamespace(is_attached=False, close=lambda: None)
+    monitor.teardown(SimpleNamespace(strategy=strategy), None, "fit")
+    assert vars(strategy) == {"kept": 1}
+
+
+@pytest.mark.parametrize("is_stock", [True, False])
+def test_on_a_stock_strategy_errors_at_the_start_are_raised_and_the_rest_is_noted(
+    is_stock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statements: list[dict[str, Any]] = [
+        {"trainer.max_steps": 3 + rank, "initial_weights": str(rank), "hyperparameters.lr": rank} for rank in range(2)
+    ]
+    monkeypatch.setattr(settings, "disagreements", lambda *_: list(compare(statements, ["rank 0", "rank 1"])))
+    monkeypatch.setattr(settings, "state_before_training", lambda trainer: {})
+    told: list[tuple[str, dict[int, Any]]] = []
+    check: Any = StartCheck()
+    check.run = SimpleNamespace(plane=None, patience=None, trainer=None, rank=0, is_stock=is_stock)
+    check.run.tell = lambda error: told.append((error.field, error.values))
+    check.run.note = lambda kind, field, ranks, values: told.append((f"{kind} {field}", values))
+    check.start()
+    wanted = [
+        ("max_steps", {0: 3, 1: 4}),
+        ("difference initial_weights", {0: "0", 1: "1"}),
+        ("difference hyperparameters.lr", {0: 0, 1: 1}),
+    ]
+    assert told == wanted * is_stock
+
+
+class Noting(Check):
+    def __init__(self, started: list[str]) -> None:
+        self.started = started
+
+    def start(self) -> None:
+        self.started.append("the check")
 
 
 def test_a_trainer_that_never_logs_is_no_division_by_zero() -> None:

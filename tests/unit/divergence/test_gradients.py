@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distplus import _compat
+from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.gradients import (
     BucketHook,
     FlaggingReduceScatter,
@@ -21,6 +22,7 @@ from lightning_distplus.divergence.gradients import (
     NonFinite,
     name_at,
 )
+from lightning_distplus.trainer_gate import Flag, Moment
 
 
 def a(index: int) -> str:
@@ -134,6 +136,51 @@ def test_the_flag_of_a_bucket_is_taken_away_also_where_its_first_gradient_lies_c
     assert weight.count_nonzero() == 0
     del model
     dist.destroy_process_group()
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_found_before_the_sum() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = torch.nn.Embedding(5, 2, sparse=True)
+    model = DistributedDataParallel(module)
+    check: Any = GradientCheck()
+    loops = SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=3))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(model=model), precision_plugin=None, fit_loop=loops)
+    check.run = SimpleNamespace(trainer=trainer, rank=0, sample_ids=lambda: None)
+    check.attach()
+    (model(torch.tensor([1, 4])).sum() * math.inf).backward()
+    assert check._gradients.found.text == "gradient of weight is inf in micro-batch 3"
+    assert module.weight.grad.to_dense().count_nonzero() == 0
+    check.detach()
+    del model, check, trainer
+    dist.destroy_process_group()
+
+
+class AnswersLate(LocalGradients):
+    """As on a device: what was found is known when it is asked."""
+
+    asked = False
+
+    def settle(self) -> None:
+        self.asked, self.found = True, NonFinite("loss", None, "loss is nan")
+
+
+@pytest.mark.parametrize(("meets", "is_flagged"), [(True, False), (False, True), (False, False)])
+def test_a_device_is_asked_before_the_ranks_meet_or_where_the_sum_is_flagged(meets: bool, is_flagged: bool) -> None:
+    check: Any = GradientCheck()
+    met: list[Flag] = []
+    acted: list[str] = []
+
+    def meet(moment: Moment, flag: Flag) -> list[GateRecord]:
+        met.append(flag)
+        return [GateRecord(global_step=0, micro_batch=0, epoch=0, decisions=int(moment | flag))]
+
+    check.run = SimpleNamespace(gate=SimpleNamespace(meet=meet), skips=SimpleNamespace(stepped=lambda: None))
+    check._gradients, check._meets, check._is_flagged = AnswersLate(), meets, is_flagged
+    check._act = lambda optimizer: acted.append(check._gradients.found.text)
+    check.before_optimizer_step(None)
+    assert check._gradients.asked == (meets or is_flagged)
+    assert met == [Flag.NOT_FINITE] * meets
+    assert acted == ["loss is nan"] * (meets or is_flagged)
 
 
 def test_all_gradients_go_with_a_step_that_is_left_out() -> None:

@@ -1,13 +1,29 @@
 from __future__ import annotations
 
+import json
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_distplus.preflight import Facts, Finding, Status
-from lightning_distplus.preflight.agreement import compare, revision, state_of_process
+from lightning_distplus.preflight import Facts, Finding, Settings, Status
+from lightning_distplus.preflight.agreement import (
+    Disagreement,
+    compare,
+    disagreements,
+    revision,
+    state_before_engine,
+    state_of_process,
+)
 from lightning_distplus.preflight.host import DEFECTS
+from lightning_distplus.world import World
 
 NAMES = [f"rank {rank}" for rank in range(41)]
 
@@ -83,3 +99,83 @@ def test_a_defect_is_that_of_its_releases_and_variables_only() -> None:
     assert not defect.is_here({"torch": "2.13.1+cpu"}, elsewhere)
     assert not defect.is_here({"torch": "2.14.0"}, here)
     assert not defect.is_here({}, here)
+
+
+# -- what a rank states of its Trainer, and how ranks find the first entry in which they differ ------------------------
+
+
+class Plane:
+    """What the ranks, which are threads, gather."""
+
+    def __init__(self, rank: int, posted: dict[tuple[str, int], list[Any]], barrier: threading.Barrier) -> None:
+        self.world = World(rank=rank, size=barrier.parties, host="here", pid=rank)
+        self._posted, self._barrier = posted, barrier
+        self._calls = 0
+
+    def gather_json(self, name: str, value: dict[str, Any], deadline: timedelta) -> list[dict[str, Any]]:
+        self._calls += 1
+        told = self._posted.setdefault((name, self._calls), [None] * self._barrier.parties)
+        told[self.world.rank] = json.dumps(value)
+        self._barrier.wait(10)
+        return [json.loads(one) for one in told]
+
+
+def found_by_all(statements: list[dict[str, Any]], settings: Settings | None = None) -> list[Finding]:
+    barrier, posted = threading.Barrier(len(statements)), {}
+
+    def compared(rank: int) -> list[Finding]:
+        plane: Any = Plane(rank, posted, barrier)
+        return disagreements(plane, statements[rank], timedelta(seconds=10), settings or {}, device=f"gpu {rank // 2}")
+
+    with ThreadPoolExecutor(len(statements)) as pool:
+        first, *others = pool.map(compared, range(len(statements)))
+    assert all(one == first for one in others)
+    return first
+
+
+def test_of_a_long_list_the_first_entry_that_differs_is_told() -> None:
+    alike = [f"parameter {place}" for place in range(1000)]
+    odd = [*alike[:700], "parameter x", *alike[701:]]
+    shared, model = found_by_all([{"model": alike, "seed": 1}, {"model": odd, "seed": 1}, {"model": alike, "seed": 1}])
+    assert shared.check == "devices"
+    assert isinstance(model, Disagreement)
+    assert model.values == {0: "parameter 700", 1: "parameter x", 2: "parameter 700"}
+    assert (model.field, model.ranks, model.status) == ("model", [1], Status.ERROR)
+    assert model.detail == "rank 1 (host here, pid 1): parameter x; the other 2 ranks: parameter 700"
+    (longer,) = found_by_all([{"model": alike}, {"model": [*alike, "buffer"]}], {"devices": "off"})
+    assert isinstance(longer, Disagreement)
+    assert (longer.values, longer.ranks) == ({0: "nothing", 1: "buffer"}, [0, 1])
+    assert found_by_all([{"model": alike}] * 2, {"devices": "off"}) == []
+
+
+class Module(LightningModule):
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, 3)
+        self.net.bias.requires_grad = False
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+        self.lazy = torch.nn.LazyLinear(2, bias=False)
+        self.meta = torch.nn.Parameter(torch.empty(5, device="meta"))
+
+
+def test_a_rank_states_its_settings_its_model_in_order_and_what_may_differ() -> None:
+    trainer: Any = Trainer(accelerator="cpu", logger=False, val_check_interval="00:00:01:30", max_steps=7)
+    trainer.strategy.connect(Module(lr=0.5))
+    trainer.state.fn = TrainerFn.FITTING
+    state = state_before_engine(trainer)
+    assert (state["trainer.max_steps"], state["trainer.time between validations"]) == (7, 90)
+    assert state["model"] == [
+        "parameter meta: float32 [5], trainable",
+        "parameter net.weight: float32 [3, 2], trainable",
+        "parameter net.bias: float32 [3], frozen",
+        "parameter lazy.weight: float32 of no shape yet, trainable",
+        "buffer scale: float64 [4]",
+    ]
+    assert [line.partition(":")[0] for line in state["initial_weights"]] == ["net.weight", "net.bias"]
+    assert state["hyperparameters.lr of the module"] == 0.5
+    statements = [state, {**state, "hyperparameters.lr of the module": 0.1, "initial_weights": ["net.weight: x"]}]
+    weights, rate = found_by_all(statements, {"devices": "off"})
+    assert isinstance(weights, Disagreement)
+    assert (weights.check, weights.status, weights.values[1]) == ("initial_weights", Status.NOTE, "net.weight: x")
+    assert (rate.check, rate.status) == ("hyperparameters", Status.WARNING)

@@ -73,6 +73,9 @@ def test_a_ledger_that_is_rotated_while_it_is_watched_is_read_on(tmp_path: Path)
     live.refresh()
     ledger = job.home / "events-rank00000.jsonl"
     ledger.rename(ledger.with_suffix(".1.jsonl"))
+    ledger.symlink_to(tmp_path / "nowhere")  # the new one, before it is there
+    live.refresh()
+    ledger.unlink()
     job.train(60, 50, 60)
     live.refresh()
     assert "step 60, 1.00 steps/s" in shown(live, BEGAN + 70)

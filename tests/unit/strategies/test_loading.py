@@ -11,26 +11,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_distplus import ResilientDDP
-from lightning_distplus.checkpoint import Manifest, verify
-from lightning_distplus.checkpoint.commit import commit
+from lightning_distplus.checkpoint import verify
 from lightning_distplus.checkpoint.copies import Copies
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.events import EventLog
 from lightning_distplus.strategies.loading import Search, choose_checkpoint, newest_checkpoint, settle_checkpoint_folder
 from lightning_distplus.world import World
-from tests.unit.checkpoint.conftest import DEADLINE_S, ThreadGather
+from tests.unit.checkpoint.conftest import DEADLINE_S, ThreadGather, saved
 
 
 def trainer(root: Path, *savers: ModelCheckpoint, **options: Any) -> Trainer:
     options |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(accelerator="cpu", devices=1, default_root_dir=root, callbacks=list(savers), **options)
-
-
-def save(path: Path, step: int) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    info = Manifest(global_step=step, epoch=0, strategy="test")
-    commit(path, lambda stage: stage.write_bytes(b"weights"), info)
-    return path
 
 
 def test_auto_looks_where_the_first_model_checkpoint_saves(tmp_path: Path) -> None:
@@ -46,14 +38,14 @@ def test_a_model_checkpoint_without_a_folder_gets_the_one_that_auto_looks_in(tmp
 
 
 def test_auto_takes_the_newest_valid_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoints" / "a.ckpt", 2)
-    newest = save(tmp_path / "checkpoints" / "b.ckpt", 3)
-    save(tmp_path / "checkpoints" / "c.ckpt", 4).write_bytes(b"torn")
+    saved(tmp_path / "checkpoints" / "a.ckpt", 2)
+    newest = saved(tmp_path / "checkpoints" / "b.ckpt", 3)
+    saved(tmp_path / "checkpoints" / "c.ckpt", 4).write_bytes(b"torn")
     assert newest_checkpoint(trainer(tmp_path)) == newest
 
 
 def test_auto_refuses_to_start_anew_over_checkpoints_that_it_cannot_trust(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoints" / "torn.ckpt", 4).write_bytes(b"torn")
+    saved(tmp_path / "checkpoints" / "torn.ckpt", 4).write_bytes(b"torn")
     with pytest.raises(CheckpointCorrupt, match=r"torn\.ckpt.*--allow_fresh"):
         newest_checkpoint(trainer(tmp_path))
     assert newest_checkpoint(trainer(tmp_path), allow_fresh=True) is None
@@ -75,7 +67,7 @@ def resilient(root: Path, *savers: ModelCheckpoint, fn: TrainerFn = TrainerFn.FI
 def test_auto_in_a_script_is_what_it_is_on_the_command_line(tmp_path: Path) -> None:
     made = resilient(tmp_path)
     assert choose_checkpoint(made, "auto") is None
-    newest = save(tmp_path / "checkpoints" / "a.ckpt", 2)
+    newest = saved(tmp_path / "checkpoints" / "a.ckpt", 2)
     assert choose_checkpoint(made, "auto") == str(newest)
     assert made.strategy.search == Search(tmp_path / "checkpoints")
     assert choose_checkpoint(made, "last") == "last"
@@ -91,17 +83,17 @@ def test_an_evaluation_without_any_checkpoint_is_refused(tmp_path: Path) -> None
 
 
 def test_other_strategies_are_left_alone(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoints" / "a.ckpt", 2)
+    saved(tmp_path / "checkpoints" / "a.ckpt", 2)
     assert choose_checkpoint(trainer(tmp_path), "auto") == "auto"
 
 
 def test_auto_takes_a_copy_where_the_folder_has_damaged_ones_only(tmp_path: Path) -> None:
     url, folder = f"file://{tmp_path}/durable", tmp_path / "checkpoints"
     plane: Any = SimpleNamespace(world=World(rank=0, size=1), gather_json=lambda name, mine, deadline: [mine])
-    newest = save(folder / "a.ckpt", 2)
+    newest = saved(folder / "a.ckpt", 2)
     for is_copied in (False, True):
         if is_copied:
-            save(newest, 3)
+            saved(newest, 3)
             Copies(url).put(newest)
         newest.write_bytes(b"torn")
         made = resilient(tmp_path, copy_to=url)
@@ -118,7 +110,7 @@ def test_auto_takes_a_copy_where_the_folder_has_damaged_ones_only(tmp_path: Path
 
 def test_a_rank_that_found_nothing_searches_with_the_others(tmp_path: Path) -> None:
     """As on a host whose folders are its own: it would begin anew, and wait for nobody."""
-    path, gathers, chosen = save(tmp_path / "a.ckpt", 2), ThreadGather(2), {}
+    path, gathers, chosen = saved(tmp_path / "a.ckpt", 2), ThreadGather(2), {}
 
     def resume(rank: int) -> None:
         world, gather = World(rank=rank, size=2), gathers.of(rank)
@@ -153,8 +145,8 @@ def first_attempt(root: Path, *paths: Path) -> None:
 def test_a_restarted_script_that_names_no_checkpoint_gets_that_of_its_job(
     restarted: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    foreign = save(tmp_path / "version_0" / "b.ckpt", 9)
-    mine = save(tmp_path / "version_0" / "a.ckpt", 2)
+    foreign = saved(tmp_path / "version_0" / "b.ckpt", 9)
+    mine = saved(tmp_path / "version_0" / "a.ckpt", 2)
     first_attempt(tmp_path, mine)
     of_others = ModelCheckpoint(dirpath=tmp_path / "best", monitor="x")
     savers = ModelCheckpoint(), of_others

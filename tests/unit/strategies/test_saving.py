@@ -15,11 +15,12 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus import ResilientDDP
-from lightning_distplus.checkpoint import Manifest, read_manifest
+from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import SaveFailed
 from lightning_distplus.strategies.saving import BackgroundSave, SaveHooks, Staging
 from lightning_distplus.timeouts import Phase, Timeouts
+from tests.unit.checkpoint.conftest import saved
 
 
 def staged(staging: Staging, *states: Any) -> list[Any]:
@@ -90,11 +91,6 @@ def test_a_tensor_in_memory_that_another_one_of_the_save_has_left_is_copied_anew
     assert len(set(addresses)) < len(addresses), "no memory was used again"
 
 
-def save(path: Path, step: int) -> None:
-    info = Manifest(global_step=step, epoch=0, strategy="ResilientDDP", packages={})
-    commit(path, lambda stage: stage.write_text("weights"), info, sync=None)
-
-
 class Hooks(SaveHooks):
     """Saves of one process behind the training; those of ``failing_steps`` fail."""
 
@@ -106,7 +102,7 @@ class Hooks(SaveHooks):
         def work() -> None:
             if step in self.failing_steps:
                 raise SaveFailed("No space left", [1])
-            save(Path(target), step)
+            saved(Path(target), step)
 
         return BackgroundSave(str(target), step, work)
 
@@ -188,7 +184,7 @@ def test_what_a_failed_save_behind_the_training_leaves_known_is_there_and_nothin
 def test_a_link_to_another_checkpoint_leaves_what_the_save_in_flight_stands_in_for(tmp_path: Path) -> None:
     job = Job(tmp_path, failing_steps=(2,))
     job.strategy.barrier = lambda *_: None  # type: ignore[method-assign]
-    save(tmp_path / "other.ckpt", 1)
+    saved(tmp_path / "other.ckpt", 1)
     for step in (1, 2):
         job.step(score=step)
     job.hooks.link(job.trainer, str(tmp_path / "other.ckpt"), str(tmp_path / "last.ckpt"))

@@ -277,6 +277,36 @@ def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:
     verdict = judged(evidence(0, global_step=79, phase="step"), replace(gone, is_last_seen=True))
     assert (verdict.global_step, verdict.phase) == (79, "step")
     assert "last seen in 'x', 0.8 s before" in verdict.lines[0]
+    assert verdict.render().partition("\n")[0].endswith(", last seen in x, 0.8 s before")
+
+
+def failed(error: BaseException, *, ends_others: bool = True) -> Verdict | None:
+    world = World(rank=1, size=2, host="node0")
+    peers: dict[int, Any] = {}
+    return judge_failure(FirstError.of(error, world), world, "a", peers, lambda rank: None, ends_others=ends_others)
+
+
+def test_a_rank_that_exits_in_order_is_an_incident_where_the_others_do_not() -> None:
+    assert failed(SystemExit(0), ends_others=False) is None
+    assert failed(KeyboardInterrupt()) is None
+    verdict = failed(SystemExit(0))
+    assert verdict is not None
+    assert (verdict.culprits, verdict.cause) == ([1], "SystemExit: 0")
+    assert "trainer.should_stop" in verdict.remedy
+
+
+@pytest.mark.parametrize(
+    ("told", "remedy"),
+    [
+        ("DataLoader worker (pid 23870) is killed by signal: Killed. ", "look at dmesg"),
+        ("DataLoader worker (pid(s) 12, 13) exited unexpectedly", "look at dmesg"),
+        ("Expected to have finished reduction in the prior iteration before starting", "find_unused_parameters=True"),
+    ],
+)
+def test_an_error_that_tells_more_than_its_line_is_answered(told: str, remedy: str) -> None:
+    verdict = failed(RuntimeError(told))
+    assert verdict is not None
+    assert remedy in verdict.remedy
 
 
 def test_the_place_of_a_rank_that_is_gone_is_called_where_it_was_last_seen() -> None:

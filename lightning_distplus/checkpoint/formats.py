@@ -779,12 +779,16 @@ def _read_deepspeed(source: Path, config: Mapping[str, Any]) -> Foreign:
     import_module("deepspeed")
     model, shard = _load(states[0]), _load(shards[0])["optimizer_state_dict"]
     values: dict[str, dict[str, Tensor]] = {}
+    shapes = {name: shape for group in model.get("param_shapes") or [] for name, shape in group.items()}
     with tempfile.TemporaryDirectory(dir=source.parent, prefix=".distplus-import-") as folder:
         to_universal(tag, Path(folder))
         for file in sorted(Path(folder, "zero").rglob("*.pt")):
             if file.stem in ("fp32", "exp_avg", "exp_avg_sq"):
                 content = torch.load(file, map_location="cpu", weights_only=True)
-                values.setdefault(file.parent.name, {})[file.stem] = content["param"].float().contiguous()
+                name = file.parent.name
+                # Of stage 3 the converter leaves the numbers of a parameter in a row.
+                value = content["param"] if isinstance(content, dict) else content.view(shapes[name])
+                values.setdefault(name, {})[file.stem] = value.float().contiguous()
     # transformers' Trainer saves the model itself; Lightning a module that holds it.
     prefix = "" if any(name.startswith("model.model.") for name in values) else PREFIX
     step = int(model.get("global_step", model.get("global_steps", 0)))

@@ -18,9 +18,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from lightning_distplus import newest_valid, verify
+from lightning_distplus import _compat, newest_valid, verify
 from lightning_distplus.checkpoint import Manifest, read_manifest
 from lightning_distplus.checkpoint.files import MARKER, meta_folder
+from lightning_distplus.checkpoint.formats import PREFIX, _read_deepspeed
 from lightning_distplus.cli.checkpoints import run_export as export
 from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.testing import spawn, weights_digest
@@ -198,8 +199,17 @@ def test_zero_on_another_number_of_ranks_is_refused_with_the_command_that_conver
     assert converted.is_dir()
 
 
-def test_weights_of_zero_are_exported(first: First, tmp_path: Path) -> None:
-    whole, _ = export_both(tmp_path, first("ZeRO-3", tmp_path))
+@pytest.mark.parametrize("stage", kept([2, 3], [3]))
+def test_weights_of_zero_are_exported_and_its_shards_read_with_all_moments(
+    stage: int, first: First, tmp_path: Path
+) -> None:
+    saved = first(f"ZeRO-{stage}", tmp_path)
+    with _compat.refusing_code(tmp_path / "1.ckpt", "trust it"):
+        read = _read_deepspeed(tmp_path / "1.ckpt", {})
+    values = {f"{name}.{key}": value for name, one in read.moments.items() for key, value in one.items()} | read.weights
+    digests = {name.removeprefix(PREFIX): value for name, value in values.items() if not name.endswith(".step")}
+    assert {name: weights_digest({name: value}) for name, value in digests.items()} == saved
+    whole, _ = export_both(tmp_path, saved)
     assert verify(whole).ok
     assert newest_valid(tmp_path) == tmp_path / "1.ckpt", "a run goes on from the source, which has the moments"
 

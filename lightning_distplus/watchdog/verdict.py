@@ -237,10 +237,11 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float, 
     ckpt_path = ckpt_path_for(path, auto_folder)
     how = f'the same command with fit(..., ckpt_path="{ckpt_path}")'
     if Path(sys.argv[0]).name in ("distplus", "__main__.py"):
-        if sys.argv[1:2] != ["launch"]:
+        typed, is_launch = " ".join(sys.argv), sys.argv[1:2] == ["launch"]
+        if is_launch and " -- fit" in typed and ckpt_path == "auto" and "--ckpt_path" not in typed:
+            how = "the same command"  # to which the launcher adds it; of a script, only to what it restarts
+        elif not is_launch or " -- fit" in typed:
             how = f"the same command with --ckpt_path {ckpt_path}"
-        elif " -- fit" in " ".join(sys.argv):  # to which the launcher adds it; of a script, only to what it restarts
-            how = "the same command"
     where = "" if path in how else f" from {path}"
     return f"{how} goes on{where} (step {step}; {lost})"
 
@@ -630,12 +631,12 @@ _WHEREABOUTS = re.compile(r"in (.+?)(?: at (\S+:\d+))?$", re.DOTALL)
 _OF_WORKER = "in DataLoader worker process"
 _REMEDIES = {
     "OutOfMemory": "take a smaller batch, or find out what made this one larger on this rank",
-    "SystemExit": "end on all ranks in the same step, by trainer.should_stop = True",
     "DataLoader worker (pid": "look at dmesg: a data worker is killed where memory is short; try fewer num_workers",
-    "finished reduction in the prior iteration": "where some parameters are not used in each step, on purpose: "
+    "enable unused parameter detection": "where some parameters are not used in each step, on purpose: "
     "ResilientDDP(find_unused_parameters=True)",
 }
 """Of errors whose line of code tells less than they do, by a part of their text."""
+_EXITS_ALONE = "end on all ranks in the same step, by trainer.should_stop = True"
 _NOWHERE: Mapping[str, Any] = {"phase": "", "operation": "", "location": None, "global_step": 0, "elapsed_s": 0.0}
 
 
@@ -677,8 +678,7 @@ def judge_failure(
 
     A ``sys.exit(0)`` is one only where it ``ends_others``, which do not end by themselves.
     """
-    is_wish = first.type == "SystemExit" and first.message in ("", "0") and not ends_others
-    if first.has_verdict or first.type in _NO_INCIDENT or is_wish:
+    if first.has_verdict or first.type in _NO_INCIDENT or (_is_orderly_exit(first) and not ends_others):
         return None
     culprits = list(world.ranks) if first.is_shared else sorted(first.ranks) or [first.rank]
     values = {str(rank): value for rank, value in first.differs.get("values", {}).items()}
@@ -753,6 +753,10 @@ def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
     return what + where + (f" at {place['location']}" if place.get("location") else "") + age
 
 
+def _is_orderly_exit(first: FirstError) -> bool:
+    return first.type == "SystemExit" and first.message in ("", "0")
+
+
 def _explain(first: FirstError, location: str | None) -> tuple[str, str]:
     """Cause and remedy, in words; our own messages end with what to do."""
     message = first.message.strip()
@@ -765,6 +769,8 @@ def _explain(first: FirstError, location: str | None) -> tuple[str, str]:
     if _OF_WORKER in message:
         told = f"{told} {message.splitlines()[-1]}"
     cause = f"{first.type}: {told}" if told else first.type
+    if _is_orderly_exit(first):
+        return cause[:_CAUSE_CHARACTERS], _EXITS_ALONE
     known = next((remedy for sign, remedy in _REMEDIES.items() if sign in f"{first.type}: {message}"), None)
     if known is not None:
         return cause[:_CAUSE_CHARACTERS], known

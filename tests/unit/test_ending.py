@@ -88,6 +88,7 @@ def test_a_hook_that_the_user_has_set_is_still_called() -> None:
     ("typed", "how"),
     [
         ("distplus launch --nproc 2 -- fit --config x.yaml", "the same command goes on"),
+        ("distplus launch -- fit --ckpt_path import.ckpt", "the same command with --ckpt_path auto goes on"),
         ("distplus launch --nproc 2 train.py", 'the same command with fit(..., ckpt_path="auto") goes on'),
         ("distplus fit", "the same command with --ckpt_path auto goes on"),
         ("train.py", 'the same command with fit(..., ckpt_path="auto") goes on'),
@@ -111,7 +112,11 @@ def test_what_goes_on_is_the_checkpoint_of_the_ranks_whatever_the_launcher_has_w
 
 @pytest.mark.parametrize(
     ("typed", "how"),
-    [("train.py", 'with fit(..., ckpt_path="{}") goes on ('), ("distplus fit", "with --ckpt_path {} goes on (")],
+    [
+        ("train.py", 'with fit(..., ckpt_path="{}") goes on ('),
+        ("distplus fit", "with --ckpt_path {} goes on ("),
+        ("distplus launch -- fit --config x.yaml", "with --ckpt_path {} goes on ("),
+    ],
 )
 def test_a_checkpoint_that_auto_does_not_look_for_is_named_by_its_path(
     typed: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +127,7 @@ def test_a_checkpoint_that_auto_does_not_look_for_is_named_by_its_path(
         with EventLog(tmp_path, 0, run_id=run_id) as log:
             log.write("start", auto_folder="runs/checkpoints")
             log.write("saved", path=path, global_step=50)
-    assert "auto" in describe_next(tmp_path, "a", 70, time.time())
+    assert how.format("runs/checkpoints/x.ckpt") not in describe_next(tmp_path, "a", 70, time.time())
     assert how.format(path) in describe_next(tmp_path, "b", 70, time.time())
 
 

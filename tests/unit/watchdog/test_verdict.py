@@ -300,6 +300,9 @@ def test_a_rank_that_exits_in_order_is_an_incident_where_the_others_do_not() -> 
     assert verdict is not None
     assert (verdict.culprits, verdict.cause) == ([1], "SystemExit: 0")
     assert "trainer.should_stop" in verdict.remedy
+    refused = failed(SystemExit("no data in /x"))
+    assert refused is not None
+    assert "should_stop" not in refused.remedy, "that rank did not mean to end the run in order"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +310,7 @@ def test_a_rank_that_exits_in_order_is_an_incident_where_the_others_do_not() -> 
     [
         ("DataLoader worker (pid 23870) is killed by signal: Killed. ", "look at dmesg"),
         ("DataLoader worker (pid(s) 12, 13) exited unexpectedly", "look at dmesg"),
-        ("Expected to have finished reduction in the prior iteration before starting", "find_unused_parameters=True"),
+        ("produce a loss. You can enable unused parameter detection by passing", "find_unused_parameters=True"),
     ],
 )
 def test_an_error_that_tells_more_than_its_line_is_answered(told: str, remedy: str) -> None:

@@ -144,15 +144,18 @@ class Whereabouts:
         return f"in {self.point}{f' at {self.location}' if self.location else ''}"
 
 
-def disagreement(places: Mapping[int, Whereabouts], ranks: Iterable[int]) -> DivergenceError:
+def disagreement(places: Mapping[int, Whereabouts], ranks: Sequence[int]) -> DivergenceError:
     """The error for ranks that stand where they cannot meet; those in ``places`` have come.
 
-    The majority is right. Without one the step gate or the backward is: every step comes to it, the other calls are the
-    odd ones. With nothing to decide, all that have come are named.
+    The majority is right; in a call of a group that of its ranks, since no other one need come to it. Without a
+    majority the step gate or the backward is: every step comes to it, the other calls are the odd ones. With nothing to
+    decide, all that have come are named.
     """
     ended = {rank: one.point.has_ended for rank, one in places.items() if one.point.has_ended}
     if 0 < len(ended) < len(places):
         return ended_early(ended, {rank: one.describe() for rank, one in places.items() if rank not in ended})
+    ranks = min((one.ranks for one in places.values() if one.ranks), key=len, default=ranks)
+    places = {rank: one for rank, one in places.items() if rank in ranks}
     kinds = {rank: (one.sequence, one.point) for rank, one in places.items()}
     wrong, right = odd_ranks(kinds)
     of_step = {kind for kind in kinds.values() if kind[0] in (GATES, BACKWARDS)}

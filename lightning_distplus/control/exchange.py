@@ -418,19 +418,19 @@ class Roll:
 
     def __init__(self, plane: ControlPlane, name: str) -> None:
         self._plane = plane
-        self.keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
-        self._entries = [plane.secret.entries(key) for key in self.keys]
+        self._keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
+        self._entries = [plane.secret.entries(key) for key in self._keys]
 
     def post(self, number: int, records: Mapping[int, bytes]) -> None:
         """Shows the records of some ranks; never waits."""
         turn = number % _NUM_KEYS
         entry = self._entries[turn].entry(_NUMBER.pack(number % _NUMBERS) + _packed(records))
-        self._plane.append(self.keys[turn], entry)
+        self._plane.append(self._keys[turn], entry)
 
     def read(self, number: int) -> dict[int, bytes]:
         """The records that have been posted at the number; never waits."""
         head, records, turn = _NUMBER.pack(number % _NUMBERS), dict[int, bytes](), number % _NUM_KEYS
-        for entry in self._entries[turn].read(self._plane.read_unsigned(self.keys[turn]) or b""):
+        for entry in self._entries[turn].read(self._plane.read_unsigned(self._keys[turn]) or b""):
             if entry.startswith(head):
                 records |= _unpacked(entry, len(head))
         return records
@@ -438,7 +438,7 @@ class Roll:
     def passed(self, number: int) -> None:
         """All have entered the number: the key of the one before it is emptied, for the one after the next."""
         if number > 1:
-            self._plane.send_unsigned(self.keys[(number - 1) % _NUM_KEYS], b"")
+            self._plane.send_unsigned(self._keys[(number - 1) % _NUM_KEYS], b"")
 
 
 # -- records in memory that the ranks of a host share ------------------------------------------------------------------

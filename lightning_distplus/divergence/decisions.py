@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_distplus import _compat
-from lightning_distplus.control import active_points
 from lightning_distplus.divergence.check import Check, digest
 from lightning_distplus.trainer_gate import Flag, Moment, moment_of
 
@@ -88,7 +87,7 @@ class DecisionCheck(Check):
 
     def _save(self, inner: Callable[..., None], *arguments: Any, **named: Any) -> None:
         if self.run.gate.is_open:
-            if active_points() is None:
+            if self.run.is_stock:
                 self.run.gate.meet(Moment.SAVE)
             else:  # a checked call sees peers in their backward too, as where rank 0 saves alone in training_step
                 self.run.trainer.strategy.barrier("Trainer.save_checkpoint")

@@ -315,7 +315,10 @@ def _odd_entries(plane: ControlPlane, mine: list[Any], deadline: timedelta) -> l
         *(one["digests"] for one in plane.gather_json("entries", {"digests": digests}, deadline))
     )
     place = next((place for place, column in enumerate(columns) if len(set(column)) > 1), _MAX_ENTRIES)
-    entry = mine[place] if place < len(mine) else "nothing"
+    if place == _MAX_ENTRIES:  # it is behind those, or two short digests are alike by chance
+        entry = f"{len(mine)} entries, digest {_digest(mine)}"
+    else:
+        entry = mine[place] if place < len(mine) else "nothing"
     return [one["entry"] for one in plane.gather_json("entry", {"entry": entry}, deadline)]
 
 

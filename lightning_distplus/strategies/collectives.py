@@ -145,11 +145,13 @@ class Collectives:
             return partial(self._all_gather, parent)
         tree, group = caller.f_locals["data"], caller.f_locals["group"]
         point = _gathering(describe(tree), caller.f_locals["sync_grads"])
+        is_compared = self._is_compared(group)
         number = self.together(lambda: point, lambda: self.marks.call, group)
         operation = str(point)
 
         def gather_leaf(tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-            return self._covered(operation, lambda: parent(tensor, group=group, sync_grads=sync_grads), number=number)
+            gather = partial(parent, tensor, group=group, sync_grads=sync_grads)
+            return self._covered(operation, gather, number=number) if is_compared else self.marked(operation, gather)
 
         return gather_leaf
 
@@ -178,7 +180,7 @@ class Collectives:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause.
         """
         points = self.points
-        if points is None or not points.are_due or not self._is_of_all_ranks(group):
+        if points is None or not self._is_compared(group):
             return self.named(call)
         point = make_point()
 
@@ -195,6 +197,9 @@ class Collectives:
                 return self.marked(operation, call)
         finally:
             self.marks.call = was_in
+
+    def _is_compared(self, group: Any | None) -> bool:
+        return self.points is not None and self.points.are_due and self._is_of_all_ranks(group)
 
     def _is_of_all_ranks(self, group: Any | None) -> bool:
         return group is None or group is dist.group.WORLD or dist.get_world_size(group) == dist.get_world_size()

@@ -275,6 +275,12 @@ def at(rank: int, sequence: str, *, point: Point = BARRIER, ranks: tuple[int, ..
     return Whereabouts(rank=rank, sequence=sequence, begun={sequence: 1, **begun}, point=point, ranks=ranks)
 
 
+def test_of_a_call_of_a_group_its_ranks_decide_and_not_those_at_the_gate() -> None:
+    gates = {rank: at(rank, GATES, gates=1, point=Point(operation="the gate")) for rank in range(2, 7)}
+    calls = {rank: at(rank, "0-1-2", ranks=(0, 1, 2)) for rank in range(2)}
+    assert disagreement({**calls, **gates}, range(7)).ranks == [2]
+
+
 def in_group(rank: int, number: int, **begun: int) -> Whereabouts:
     return at(rank, GROUP, ranks=(1, 2), **{GROUP: number, **begun})
 

@@ -179,3 +179,9 @@ def test_a_rank_states_its_settings_its_model_in_order_and_what_may_differ() -> 
     assert isinstance(weights, Disagreement)
     assert (weights.check, weights.status, weights.values[1]) == ("initial_weights", Status.NOTE, "net.weight: x")
     assert (rate.check, rate.status) == ("hyperparameters", Status.WARNING)
+
+
+def test_a_list_that_differs_behind_what_is_compared_one_by_one_differs() -> None:
+    many = ["p"] * 50_002
+    (behind,) = found_by_all([{"model": many}, {"model": [*many[:-1], "q"]}], {"devices": "off"})
+    assert behind.check == "model"

@@ -137,7 +137,12 @@ class Copies:
                 found = files.digest_file(here, sync=os.fsync).xxh3_128
                 if found != entry.xxh3_128:
                     raise CheckpointCorrupt(f"{there}: expected digest {entry.xxh3_128}, found {found}")
-            publish(stage, self._fs.cat_file(f"{copy.meta}/{MANIFEST}"), sync=os.fsync)
+            manifest = self._fs.cat_file(
+                f"{copy.meta}/{MANIFEST}"
+            )  # as it was written: its digest names the checkpoint
+            if files.bytes_digest(manifest) != report.manifest_xxh3_128:
+                raise CheckpointCorrupt(f"{copy.meta} was replaced while it was fetched")
+            publish(stage, manifest, sync=os.fsync)
         except BaseException:
             files.remove_tree(stage.folder)
             raise

@@ -250,10 +250,11 @@ class MapOrder:
         """The pass that begins; None where somebody else looks at the data while the Trainer is in a pass."""
         fit = self.fit
         starts, (epoch, batch) = fit.begin(self), fit.here
-        before = next((one for one in self._passes[-1:] if one.epoch == epoch and not one.has_ended), None)
+        before = next((one for one in self._passes[-1:] if one.epoch == epoch), None)
         if before is not None and batch > before.first_batch + before.skip:
-            return None
-        if before is not None:  # somebody else has looked at them before the Trainer began
+            if not before.has_ended:
+                return None
+        elif before is not None and before.skip < len(self.loader):  # somebody else has read before the Trainer began
             self._passes.remove(before)
             if before.saved is not None:
                 starts.appendleft(before.saved)
@@ -646,7 +647,8 @@ class LoaderResume(InStep):
         self._position = position
         if not lines:  # else other data begin with an epoch
             self._starts = passes
-            for order, one in zip(self.orders, saved, strict=True):
+        for order, one in zip(self.orders, saved, strict=False):
+            if one.get("sampler") == order.identity().get("sampler"):  # generators go on, over other data as well
                 order.place(one)
 
     def _cut(self) -> dict[str, Any]:

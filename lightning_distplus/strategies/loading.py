@@ -156,7 +156,7 @@ def _save_on(trainer: Any, saves: catalog.JobSaves) -> None:
 
 _OTHER_COPY = "Resume from another checkpoint, or restore the file from a copy."
 _SHOWN_FINDINGS = 3
-_NUM_LOOKS, _LOOK_S = 32, 1.0  # a client of NFS may see a folder as it was 30 s ago
+_NUM_LOOKS, _LOOK_S = 62, 1.0  # a client of NFS may see a folder as it was 60 s ago
 _REFUSALS: dict[str, type[DistplusError]] = {
     error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe)
 }
@@ -219,16 +219,19 @@ class SharedVerdicts:
         Raises:
             CheckpointMismatch: A node lacks it, on all ranks, and there is nowhere to fetch it from.
         """
-        for _ in range(_NUM_LOOKS):
+        for number in range(_NUM_LOOKS):
             places = [one["place"] for one in self.gather("checkpoint-places", {"place": catalog.place_of(path)})]
             mine, first = places[self._rank], places[0]
             lacking = [rank for rank, place in enumerate(places) if first and (not place or place[0] != first[0])]
             if not lacking or copies is not None:
                 break
+            if number == 0 and self._rank == 0:
+                log.warning("%s is not there for %s; they look for %d s", path, name_ranks(lacking), _NUM_LOOKS)
             time.sleep(_LOOK_S)
         if lacking and copies is None:
             raise CheckpointMismatch(
-                f"The checkpoint {path} that rank 0 sees is not there for {name_ranks(lacking)}, or another one is. "
+                f"The checkpoint {path} that rank 0 sees is not there for {name_ranks(lacking)}, or another one is, or "
+                "its files have other sizes ('distplus verify' there says which). "
                 "Save to a folder that all hosts share, or name a place to fetch it from: copy_to=URL of the strategy."
             )
         if mine is None or self._rank in lacking:
@@ -248,6 +251,8 @@ class SharedVerdicts:
         message = {"place": catalog.place_of(path), "folder": folder, "is_damaged": bool(findings)}
         heard = self.gather("checkpoint-nodes", message)
         places, chosen = [one["place"] for one in heard], heard[0]["place"]
+        if chosen is None:
+            return [] if self._rank else [f"{path} is gone, or its files have not the sizes of the manifest"]
         damaged = [one["place"] for one in heard if one["is_damaged"]]
         lacking = [rank for rank, place in enumerate(places) if (place or [""])[0] != chosen[0] or place in damaged]
         if lacking and chosen not in damaged:

@@ -104,6 +104,14 @@ class Peeks(Diary):
         return super().training_step(batch, batch_idx)
 
 
+class Reads(Diary):
+    """Reads all of the loader by itself before it trains."""
+
+    def on_train_start(self) -> None:
+        for _ in self.trainer.train_dataloader:
+            pass
+
+
 class OneSteps(Diary):
     """Of its two optimizers, the first steps in each batch, and the second sums its gradients up."""
 
@@ -265,6 +273,7 @@ ORACLES: dict[str, tuple[Make, list[str], dict[str, Any]]] = {
     "overfit": (shuffled, BOTH, {"overfit_batches": 4}),
     "steps": (shuffled, BOTH, {"max_steps": 20, "max_epochs": -1}),
     "validation by steps": (shuffled, BOTH, {"check_val_every_n_epoch": None, "val_check_interval": 7}),
+    "read by others": (shuffled, BOTH[:1], {**OWN, "diary": Reads}),
     "looked at by others": (shuffled, BOTH[:1], {**OWN, "diary": Peeks}),
     "workers": (partial(shuffled, num_workers=2), BOTH[:1], TWO),
     "persistent workers": (partial(shuffled, num_workers=2, persistent_workers=True, prefetch_factor=4), BOTH, TWO),

@@ -19,10 +19,10 @@ __all__ = ["Toggle", "run"]
 
 
 def run(quick: bool) -> list[Figure]:
-    """One fit for each strategy, 100 alternations, of DeepSpeed's noisier steps 400 (quick: 20)."""
+    """One fit for each strategy, 100 alternations, of the noisier steps of FSDP and DeepSpeed 400 (quick: 20)."""
     figures: list[Figure] = []
     for name in strategy_cost.STRATEGIES:
-        alternations = 20 if quick else 400 if name == "ResilientDeepSpeed" else 100
+        alternations = 20 if quick else 400 if name in ("ResilientFSDP", "ResilientDeepSpeed") else 100
         ranks = strategy_cost.measure(name, alternations, toggle=Toggle, brings_callbacks=True)
         figures += strategy_cost.figures_of(name, ranks)
     return figures

@@ -137,9 +137,7 @@ class Copies:
                 found = files.digest_file(here, sync=os.fsync).xxh3_128
                 if found != entry.xxh3_128:
                     raise CheckpointCorrupt(f"{there}: expected digest {entry.xxh3_128}, found {found}")
-            manifest = self._fs.cat_file(
-                f"{copy.meta}/{MANIFEST}"
-            )  # as it was written: its digest names the checkpoint
+            manifest = self._fs.cat_file(f"{copy.meta}/{MANIFEST}")  # kept as it is: its digest names the checkpoint
             if files.bytes_digest(manifest) != report.manifest_xxh3_128:
                 raise CheckpointCorrupt(f"{copy.meta} was replaced while it was fetched")
             publish(stage, manifest, sync=os.fsync)

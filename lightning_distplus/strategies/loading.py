@@ -226,7 +226,9 @@ class SharedVerdicts:
             if not lacking or copies is not None:
                 break
             if number == 0 and self._rank == 0:
-                log.warning("%s is not there for %s; they look for %d s", path, name_ranks(lacking), _NUM_LOOKS)
+                log.warning(
+                    "%s is not there for %s; they look for %d s", path, name_ranks(lacking), _NUM_LOOKS * _LOOK_S
+                )
             time.sleep(_LOOK_S)
         if lacking and copies is None:
             raise CheckpointMismatch(

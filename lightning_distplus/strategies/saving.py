@@ -570,9 +570,10 @@ class SaveHooks:
         phases = self._strategy.phases
         before = phases.current
         phases.enter(Phase.CHECKPOINT)
-        yield
-        # The next gate, where all ranks meet, shrinks it.
-        phases.current = max(before, Phase.CHECKPOINT, key=phases.patience_in)
+        try:
+            yield
+        finally:  # the next gate, where all ranks meet, shrinks it
+            phases.current = max(before, Phase.CHECKPOINT, key=phases.patience_in)
 
     def _succeeded(self, target: str, step: int | None, began_at: float) -> None:
         """A save is on the disk: what it stands in for can go."""
